@@ -1,7 +1,6 @@
 // C functions bound by torch_flashplug/dispatch/bindings.py with ctypes. No Python object and no exception crosses the
 // boundary.
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -11,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "core/core.h"
 #include "core/errors.h"
@@ -93,26 +93,14 @@ CallFacts default_call_facts() {
   return p;
 }
 
-template <typename Row, size_t n>
-constexpr std::array<const char*, n> row_names(const Row (&rows)[n]) {
-  std::array<const char*, n> names{};
-  for (size_t i = 0; i < n; ++i) names[i] = rows[i].name;
-  return names;
-}
-constexpr auto kFeatureNames = row_names(kFeatures);
-
 struct Names {
   const char* list;
   const char* const* names;
   int count;
   template <int n>
   constexpr Names(const char* list, const char* const (&names)[n]) : list(list), names(names), count(n) {}
-  template <size_t n>
-  constexpr Names(const char* list, const std::array<const char*, n>& names)
-      : list(list), names(names.data()), count(n) {}
 };
 const Names kVocabulary[] = {{"backends", kBackendNames},
-                             {"features", kFeatureNames},
                              {"kinds", kKindNames},
                              {"operands", kOperandsNames},
                              {"call facts", kCallFactNames},
@@ -120,6 +108,7 @@ const Names kVocabulary[] = {{"backends", kBackendNames},
                              {"schemas", kSchemas},
                              {"exits", kExitNames},
                              {"reasons", kWhyNames},
+                             {"shape obstacles", kShapeObstacleNames},
                              {"mask obstacles", kMaskObstacleNames},
                              {"varlen rules", kVarlenRuleNames},
                              {"varlen facts", kVarlenFactNames},
@@ -203,11 +192,13 @@ FLASHPLUG_EXPORT int flashplug_name(const char* list, int number, char* out, int
   return copy_text("", out, capacity);
 }
 
-// Write the name of a dtype, with the bytes of an element and the DLPack code. The list ends with an empty name.
+// Write the name of a dtype, with the bytes of an element and the DLPack code. The last name stands for all dtypes
+// without a row. The list ends with an empty name.
 FLASHPLUG_EXPORT int flashplug_dtype(int number, int64_t* bytes, int64_t* dlpack, char* out, int capacity) {
-  if (number < 0 || number >= kNumDTypes) return copy_text("", out, capacity);
-  *bytes = kDTypes[number].bytes, *dlpack = kDTypes[number].dlpack;
-  return copy_text(kDTypes[number].name, out, capacity);
+  if (number < 0 || number > num_dtypes()) return copy_text("", out, capacity);
+  const DTypeFacts& facts = facts_of(static_cast<DType>(number));
+  *bytes = facts.bytes, *dlpack = facts.dlpack;
+  return copy_text(facts.name, out, capacity);
 }
 
 FLASHPLUG_EXPORT void flashplug_device_facts(int device_index, int64_t* out) {
@@ -226,6 +217,7 @@ FLASHPLUG_EXPORT void flashplug_clear_rows() {
   Tables& t = begin_table_update();
   const uint64_t version = t.version;
   const LayoutRow layout = t.layout;  // stays: sizes are divided by these numbers
+  clear_dtypes();                     // the names lie in the tables
   t = Tables{};
   t.version = version;
   t.layout = layout;
@@ -249,11 +241,11 @@ FLASHPLUG_EXPORT int flashplug_add_choice_row(const ChoiceRow* row, size_t size)
     t.choices.push_back(choice);
   });
 }
-FLASHPLUG_EXPORT int flashplug_add_rescue_row(const RescueRow* row, size_t size) {
-  return add_table_row(*row, size, [](Tables& t, const RescueRow& rescue) {
-    t.rescues.push_back(rescue);
-    t.rescues.back().stock = t.keep(rescue.stock);
-    t.rescues.back().evidence = t.keep(rescue.evidence);
+FLASHPLUG_EXPORT int flashplug_add_stock_bug_row(const StockBugRow* row, size_t size) {
+  return add_table_row(*row, size, [](Tables& t, const StockBugRow& bug) {
+    t.stock_bugs.push_back(bug);
+    t.stock_bugs.back().stock = t.keep(bug.stock);
+    t.stock_bugs.back().evidence = t.keep(bug.evidence);
   });
 }
 FLASHPLUG_EXPORT int flashplug_add_varlen_row(const VarlenRow* row, size_t size) {
@@ -266,9 +258,10 @@ FLASHPLUG_EXPORT int64_t flashplug_mask_metadata_size(int64_t rows, int64_t Sq, 
   return metadata_numbers(rows, Sq, Sk, gradients != 0);
 }
 FLASHPLUG_EXPORT int flashplug_add_feature_row(const FeatureRow* row, size_t size) {
-  return add_table_row(*row, size, [](Tables& t, const FeatureRow& feature) {
-    t.features.push_back(FeatureRow{t.keep(feature.description), t.keep(feature.unsupported_reason)});
-  });
+  return add_table_row(*row, size, [](Tables& t, const FeatureRow& feature) { t.add(feature); });
+}
+FLASHPLUG_EXPORT int flashplug_add_dtype_row(const DTypeRow* row, size_t size) {
+  return add_table_row(*row, size, [](Tables& t, const DTypeRow& dtype) { t.add(dtype); });
 }
 FLASHPLUG_EXPORT int flashplug_add_gate_row(const GateRow* row, size_t size) {
   return add_table_row(*row, size, [](Tables& t, const GateRow& gate) { t.gate = gate; });
@@ -296,9 +289,10 @@ FLASHPLUG_EXPORT void flashplug_read_operands(const int64_t* sizes, const int64_
   for (int i = 0; i < kNumOperands; ++i) p.layout[i] = layout_of(shapes[i], addresses[i], element_bytes[i]);
   copy_facts(p, problem);
 }
-FLASHPLUG_EXPORT int flashplug_shapes_fit(const int64_t* sizes, int enable_gqa) {
+// Return the obstacle of the shapes of query, key and value, an index in `kShapeObstacleNames`.
+FLASHPLUG_EXPORT int flashplug_shape_obstacle(const int64_t* sizes, int enable_gqa) {
   const Shape shapes[kNumOperands] = {{sizes}, {sizes + 4}, {sizes + 8}};
-  return shapes_fit(shapes, enable_gqa != 0);
+  return static_cast<int>(shape_obstacle(shapes, enable_gqa != 0));
 }
 // Return the obstacle of a mask, an index in `kMaskObstacleNames`. `flags` has the first five members of `MaskFacts`.
 // Sizes that are not known are -1.
@@ -306,6 +300,20 @@ FLASHPLUG_EXPORT int flashplug_mask_obstacle(const int64_t* flags, int64_t dims,
                                              const int64_t* stride, const int64_t* scores) {
   const MaskFacts mask{flags[0] != 0, flags[1] != 0, flags[2] != 0, flags[3] != 0, flags[4] != 0, dims, size, stride};
   return static_cast<int>(mask_obstacle(mask, scores));
+}
+// Return how a kernel reads a float mask: 0 in place, 1 from a copy, 2 from a copy with repeated rows. `copy` gets the
+// sizes of the copy in elements.
+FLASHPLUG_EXPORT int flashplug_bias_read(const char* kernel, int64_t dims, const int64_t* size, const int64_t* stride,
+                                         int64_t address, int64_t element_bytes, const int64_t* scores, int64_t* copy) {
+  CallFacts p;
+  p.B = scores[0], p.Hq = scores[1], p.Sq = scores[2], p.Sk = scores[3];
+  const std::vector<KernelRow>& kernels = tables().kernels;
+  const auto row =
+      std::ranges::find_if(kernels, [kernel](const KernelRow& k) { return std::strcmp(k.name, kernel) == 0; });
+  if (row == kernels.end()) return 0;
+  const BiasRead read = bias_read(dims, size, stride, address, element_bytes, p, *row);
+  std::copy_n(read.copy_size, 4, copy);
+  return read.in_place ? 0 : read.repeats_rows ? 2 : 1;
 }
 FLASHPLUG_EXPORT int flashplug_stock_bug_text(int fault, char* out, int capacity) {
   return copy_text(stock_bug_text(fault), out, capacity);

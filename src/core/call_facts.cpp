@@ -85,7 +85,7 @@ bool has_wrapper(const Attention& call) {
 
 int64_t required_features(const Attention& call) {
   int64_t needs = 0, bit = 1;
-  for (const Feature& feature : kFeatures) {
+  for (const FeatureReader& feature : kFeatureReaders) {
     needs |= feature.needed(call) ? bit : 0;
     bit <<= 1;
   }
@@ -101,11 +101,7 @@ bool read_class(const Attention& call, Facts* facts) {
   }
   p.on_cuda = on_one_device(facts->operand);
   p.needs = required_features(call);
-  p.dropout_p = call.dropout_p;
-  p.softcap = call.softcap;
-  p.batch_invariant = call.num_splits == 1 || call.fixed_split_size != 0;
-  p.split_size = call.fixed_split_size;
-  p.tall = call.tall;
+  read_numbers(call, &p);
   p.scale = scale_of(call.scale);
   return true;
 }
@@ -141,10 +137,15 @@ void fill_shapes(const Shape (&shape)[kNumOperands], CallFacts* p) {
   p->Hkv = k.size[1], p->Sk = k.size[2], p->Dv = v.size[3];
 }
 
-bool shapes_fit(const Shape (&shape)[kNumOperands], bool enable_gqa) {
+ShapeObstacle shape_obstacle(const Shape (&shape)[kNumOperands], bool enable_gqa) {
   const int64_t *q = shape[0].size, *k = shape[1].size, *v = shape[2].size;
-  const bool heads = q[1] == k[1] || k[1] == 1 || (enable_gqa && k[1] > 0 && q[1] % k[1] == 0);
-  return heads && std::equal(k, k + 3, v) && q[0] == k[0] && q[3] == k[3];
+  if (q[0] != k[0] || q[0] != v[0]) return ShapeObstacle::kBatch;
+  if (q[3] != k[3]) return ShapeObstacle::kHeadDim;
+  if (k[1] != v[1]) return ShapeObstacle::kValueHeads;
+  if (k[2] != v[2]) return ShapeObstacle::kValueRows;
+  if (q[1] == k[1] || k[1] == 1) return ShapeObstacle::kNone;
+  if (!enable_gqa) return ShapeObstacle::kHeads;
+  return k[1] > 0 && q[1] % k[1] == 0 ? ShapeObstacle::kNone : ShapeObstacle::kGroups;
 }
 
 Scale scale_of(std::optional<double> scale) {

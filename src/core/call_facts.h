@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -48,7 +49,7 @@ struct Attention {
   // batch-invariant (`CallFacts::batch_invariant`).
   int64_t num_splits = 0;
   int64_t fixed_split_size = 0;  // alternative to `num_splits`: `CallFacts::split_size`
-  double tall = 1.0;             // for block-sparse lists: `CallFacts::tall`
+  double cost_ratio_192 = 1.0;   // for block-sparse lists: `CallFacts::cost_ratio_192`
 };
 // A setting of attention(): an argument of ops that is no tensor. `declaration` is the text in schemas, and `member` is
 // the place of the value in a call.
@@ -114,15 +115,18 @@ bool has_wrapper(const Attention& call);
 // dtype, too.
 bool is_wide_bias(const Attention& call);
 
-// A feature: a need of a call beyond softmax(Q K^T) V, served by kernels. `needed` tells whether a call needs the
-// feature. The bit of a feature is the index in the order of features.py.
-struct Feature {
+// Reader of a feature. A feature is a need of a call beyond softmax(Q K^T) V, served by kernels. `needed` tells whether
+// the arguments of a call show the feature.
+struct FeatureReader {
   using Needed = bool (*)(const Attention& call);
-  consteval Feature(const char* name, Needed needed) : name(name), needed(needed) {}  // no feature without a reader
+  consteval FeatureReader(const char* name, Needed needed) : name(name), needed(needed) {}
   const char* name;
   Needed needed;
 };
-inline constexpr Feature kFeatures[] = {
+// The readers. The list of features is FEATURES of features.py, and the bit of a feature is its index there. FEATURES
+// begins with the features below, in the same order (`Tables::add()`). Further features need no entry here: a mode
+// requests them, or Python names them.
+inline constexpr FeatureReader kFeatureReaders[] = {
     {"causal", [](const Attention& call) { return call.causal == Causal::kTopLeft; }},
     {"mask", [](const Attention& call) { return is_defined(call.mask) && is_mask(call.mask); }},
     {"bias", [](const Attention& call) { return is_defined(call.mask) && !is_mask(call.mask) && !is_wide_bias(call); }},
@@ -131,25 +135,19 @@ inline constexpr Feature kFeatures[] = {
     {"softcap", [](const Attention& call) { return call.softcap != 0.0; }},
     {"ragged", [](const Attention& call) { return is_defined(call.cu_seqlens_q); }},
     {"dropout", [](const Attention& call) { return call.dropout_p != 0.0; }},
-    // Features requested by a mode, invisible in the tensors.
-    {"qk8", [](const Attention&) { return false; }},
-    {"8bit", [](const Attention&) { return false; }},
-    {"e4m3", [](const Attention&) { return false; }},
     {"cache8", [](const Attention& call) { return is_defined(call.k_scale); }},
     {"paged", [](const Attention& call) { return is_defined(call.block_table); }},
 };
+constexpr int kNumFeatureReaders = std::size(kFeatureReaders);
 int64_t required_features(const Attention& call);  // a sum of feature bits
 // Return the bit of a feature that C++ code knows by name. An unknown name does not compile.
 consteval int64_t feature_bit(std::string_view name) {
   int index = 0;
-  while (kFeatures[index].name != name) ++index;
+  while (kFeatureReaders[index].name != name) ++index;
   return int64_t{1} << index;
 }
 constexpr int64_t kCausal = feature_bit("causal"), kMask = feature_bit("mask"), kDropout = feature_bit("dropout"),
                   kWindow = feature_bit("window"), kRagged = feature_bit("ragged");
-// Features by precision of a mode, from 1 on: RECIPES of quant_recipes.py.
-constexpr int64_t kRecipes[] = {feature_bit("qk8"), feature_bit("8bit"), feature_bit("e4m3")};
-constexpr int64_t kEightBits = kRecipes[0] | kRecipes[1] | kRecipes[2];
 constexpr int64_t kBiases = feature_bit("bias") | feature_bit("bias32"), kAnyMask = kMask | kBiases;
 // Sign of the softmax scale. Kernels compute the running maximum of unscaled scores, and therefore take positive scales
 // only. The sign of a different finite scale moves to the query (`SignedScale` in operands.h).
@@ -164,7 +162,7 @@ struct CallFacts {
   int64_t B = 0, Hq = 0, Hkv = 0, Sq = 0, Sk = 0, D = 0, Dv = 0;
   DType dtype[kNumOperands] = {DType::kOther, DType::kOther, DType::kOther};
   Layout layout[kNumOperands];
-  int64_t needs = 0;       // a sum of bits of `kFeatures`
+  int64_t needs = 0;       // a sum of feature bits
   bool on_cuda = false;    // all operands on one CUDA device (or on the CPU, with the CPU stub backend of the tests)
   bool grad = false;       // autograd will want a backward
   bool bias_grad = false;  // and in the backward the gradient of a bias
@@ -178,8 +176,8 @@ struct CallFacts {
   // fixed order.
   bool batch_invariant = false;
   int64_t split_size = 0;  // batch-invariant decode with a split after so many keys of each sequence; 0: no splits
-  // Ratio of visited blocks: tiles with more rows than a block of the block-sparse lists, to tiles with as many rows.
-  double tall = 1.0;
+  // Ratio of visited blocks: tiles of 192 rows, with lists of their own, to tiles that divide the 128 rows of a block.
+  double cost_ratio_192 = 1.0;
   bool operator==(const CallFacts&) const = default;
   int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head
   // Return true if the call counts as a call with gradients. With dropout, a reentrant checkpoint may run a forward
@@ -193,7 +191,7 @@ struct CallFacts {
 template <typename Visit>
 void visit_facts(CallFacts& p, Visit&& visit) {
   auto& [B, Hq, Hkv, Sq, Sk, D, Dv, dtype, layout, needs, on_cuda, grad, bias_grad, deterministic, scale, dropout_p,
-         softcap, left, right, bottom_right, sequences, batch_invariant, split_size, tall] = p;
+         softcap, left, right, bottom_right, sequences, batch_invariant, split_size, cost_ratio_192] = p;
   visit("B", B), visit("Hq", Hq), visit("Hkv", Hkv), visit("Sq", Sq), visit("Sk", Sk), visit("D", D), visit("Dv", Dv);
   visit("dtype_q", dtype[0]), visit("dtype_k", dtype[1]), visit("dtype_v", dtype[2]);
   const auto of_operand = [&visit](const char* const(&names)[5], Layout& x) {
@@ -208,7 +206,16 @@ void visit_facts(CallFacts& p, Visit&& visit) {
   visit("deterministic", deterministic), visit("scale", scale), visit("dropout_p", dropout_p),
       visit("softcap", softcap);
   visit("left", left), visit("right", right), visit("bottom_right", bottom_right), visit("sequences", sequences);
-  visit("batch_invariant", batch_invariant), visit("split_size", split_size), visit("tall", tall);
+  visit("batch_invariant", batch_invariant), visit("split_size", split_size), visit("cost_ratio_192", cost_ratio_192);
+}
+
+// Read the facts that are numbers of a call.
+inline void read_numbers(const Attention& call, CallFacts* p) {
+  p->dropout_p = call.dropout_p;
+  p->softcap = call.softcap;
+  p->batch_invariant = call.num_splits == 1 || call.fixed_split_size != 0;
+  p->split_size = call.fixed_split_size;
+  p->cost_ratio_192 = call.cost_ratio_192;
 }
 
 inline double fact_of(CallFacts p, int number) {
@@ -240,9 +247,17 @@ inline Memory memory_of(bool only_traced) { return only_traced ? Memory::kTraced
 bool read_shapes(const Attention& call, Memory memory, Facts* facts);
 void fill_shapes(const Shape (&shape)[kNumOperands], CallFacts* p);  // sizes only
 
-// Return true for shapes that stock neither rejects nor broadcasts. A single KV head, shared by all query heads, is
-// allowed. Several KV heads, fewer than the query's, are allowed only with `enable_gqa`.
-bool shapes_fit(const Shape (&shape)[kNumOperands], bool enable_gqa);
+// The first rule of the kernels that the shapes of query, key and value break. describe_call.py has a text for each
+// rule. The kernels take only shapes that stock neither rejects nor broadcasts. A single KV head, shared by all query
+// heads, is allowed. Several KV heads, fewer than the query's, are allowed only with `enable_gqa` (`kGroups`).
+enum class ShapeObstacle : int { kNone, kBatch, kHeadDim, kValueHeads, kValueRows, kGroups, kHeads, kCount };
+inline constexpr const char* kShapeObstacleNames[] = {"none",       "batch",  "head dim", "value heads",
+                                                      "value rows", "groups", "heads"};
+static_assert(std::size(kShapeObstacleNames) == static_cast<size_t>(ShapeObstacle::kCount));
+ShapeObstacle shape_obstacle(const Shape (&shape)[kNumOperands], bool enable_gqa);
+inline bool shapes_fit(const Shape (&shape)[kNumOperands], bool enable_gqa) {
+  return shape_obstacle(shape, enable_gqa) == ShapeObstacle::kNone;
+}
 
 // Return true if kernels take the mask and stock does not reject the mask: same device, 2 to 4 dims that broadcast
 // (mask.cpp).

@@ -23,7 +23,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <string>
 
 #include "core/call_facts.h"
@@ -64,12 +63,6 @@ struct Mode {
   Mode with_splits(int64_t splits) const { return Mode{(word & ~int64_t{0xff00}) | splits << 8}; }
   Mode with_precision(int precision) const { return Mode{(word & 0xffff) | int64_t{precision} << kPrecisionShift}; }
   Mode of_any_backend() const { return Mode{word & ~int64_t{0xff}}; }
-  // Return the feature bits of the recipe: needs of a call beyond the facts of its tensors.
-  int64_t recipe_features() const {
-    const size_t recipe = static_cast<size_t>(precision() & ~kPermitted) - 1;
-    return recipe < std::size(kRecipes) ? kRecipes[recipe] : 0;
-  }
-  bool permits() const { return recipe_features() != 0 && (precision() & kPermitted) != 0; }
   bool operator==(const Mode&) const = default;
   bool is_preference() const { return (word & 0x80) != 0; }
   // Return the family of the requested backend; -1 without a kernel backend.
@@ -79,6 +72,14 @@ struct Mode {
   bool forces_kernels() const { return !is_preference() && is_ours(backend()); }
 };
 constexpr int64_t kModeMask = 0xffffff;
+// Return the feature bit of the recipe of a mode: a need of a call beyond the facts of its tensors. 0 without a recipe.
+inline int64_t recipe_features(Mode mode, const Tables& tables) {
+  const size_t recipe = static_cast<size_t>(mode.precision() & ~kPermitted) - 1;
+  return recipe < tables.recipes.size() ? tables.recipes[recipe] : 0;
+}
+inline bool permits_recipe(Mode mode, const Tables& tables) {
+  return recipe_features(mode, tables) != 0 && (mode.precision() & kPermitted) != 0;
+}
 
 // Facts of a device. Facts of a call are in call_facts.h, the tables in tables.h.
 struct DeviceFacts {

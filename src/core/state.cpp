@@ -41,7 +41,31 @@ void Tables::add(FamilyRow row) {
   groups.emplace_back();
 }
 
+void Tables::add(const FeatureRow& row) {
+  const size_t index = features.size();
+  if (index == kMaxFeatures)
+    throw std::runtime_error("torch_flashplug: kMaxFeatures must be at least the length of FEATURES (features.py).");
+  if (index < kNumFeatureReaders && std::strcmp(row.name, kFeatureReaders[index].name) != 0)
+    throw std::runtime_error(std::string("torch_flashplug: FEATURES of features.py must begin with the features of ") +
+                             "kFeatureReaders (src/core/call_facts.h), in order, but position " +
+                             std::to_string(index) + " has '" + row.name + "' in place of '" +
+                             kFeatureReaders[index].name + "'. Put a feature without a reader at the end of FEATURES.");
+  FeatureRow& added = features.emplace_back(row);
+  added.name = keep(row.name), added.description = keep(row.description);
+  added.unsupported_reason = keep(row.unsupported_reason);
+  if (row.recipe <= 0) return;
+  const int64_t bit = int64_t{1} << index;
+  recipes.resize(std::max(recipes.size(), static_cast<size_t>(row.recipe)));
+  recipes[row.recipe - 1] = bit, recipe_features |= bit;
+  if (row.quantizes_values != 0) value_features |= bit;
+}
+
 void Tables::add(KernelRow row) {
+  if (features.size() < kNumFeatureReaders)
+    throw std::runtime_error(std::string("torch_flashplug: kFeatureReaders (src/core/call_facts.h) has a reader of '") +
+                             kFeatureReaders[features.size()].name +
+                             "', but FEATURES of features.py has no such "
+                             "feature. Remove the reader, or add the feature.");
   row.name = keep(row.name);
   Group& group = groups.at(row.family);
   group.rows[row.kind][static_cast<int>(row.dtype[0])].push_back(static_cast<int>(kernels.size()));

@@ -32,6 +32,13 @@ enum Kind : int32_t { kFwd, kBwd, kDetBwd, kPartBwd, kDecode, kDBias, kTileBwd }
 constexpr int kNumKinds = 7;
 constexpr const char* kKindNames[kNumKinds] = {"fwd", "bwd", "detbwd", "partbwd", "decode", "dbias", "tilebwd"};
 
+// A dtype (dtypes.py).
+struct DTypeRow {
+  const char* name;  // torch's name
+  int64_t bytes;
+  int32_t dlpack;  // DLDataTypeCode
+};
+
 // Features of a kernel.
 struct Features {
   int64_t takes;   // bits of the kernel's features
@@ -88,7 +95,7 @@ struct ChoiceRow {
 
 // Calls on which stock is known to crash, raise or return wrong results. Auto mode serves such calls regardless of
 // speed. A row holds for a call if all facts of the row are true.
-struct RescueRow {
+struct StockBugRow {
   const char* stock;     // behavior of stock
   const char* evidence;  // date, machine, kind of observation
   int64_t facts;         // a sum of `CallFact`
@@ -135,11 +142,15 @@ struct VarlenRow {
   int32_t serve;
 };
 
-// Words for a feature, in bit order (features.py).
+// A feature, in bit order (features.py).
 struct FeatureRow {
+  const char* name;
   const char* description;         // description of a call with the feature
   const char* unsupported_reason;  // why kernels cannot run the call; {fact} stands for a fact of the call
+  int32_t recipe;                  // precision of a mode that requests the feature (quant_recipes.py); 0: none
+  int32_t quantizes_values;        // the recipe has 8-bit values, too
 };
+constexpr size_t kMaxFeatures = 63;  // bits of a sum of features
 
 // Arguments of kernels beside facts of the call (`visit_facts()`), by name. kernel_args.py describes each argument and
 // lists the arguments of each kind of kernel.
@@ -264,15 +275,16 @@ struct GateRow {
 // Numbers that kernels and this core share: sizes of mask metadata (mask_layout.py, kernel_spec.py), the key order of
 // 8-bit values (quant_recipes.py), and limits of splits (dispatch_table.py).
 struct LayoutRow {
-  int64_t sparse_block;       // query rows and keys of a block of the block-sparse lists
-  int64_t tall_sparse_block;  // query rows of a block of the second set of lists, for tiles with more rows
-  int64_t bitmask_tile;       // query rows and keys of a tile of the bitmask
-  int64_t bitmask_words;      // 32-bit words of a tile of the bitmask
-  int64_t key_order;          // keys that are reordered together
-  int64_t max_splits;         // limit of num_splits; a mode word has 8 bits for the number
-  int64_t split_unit;         // fixed_split_size is a multiple, because a split must be a multiple of any tile_n
-  int64_t max_head_dim;       // largest head dim of the kernels
-  int64_t head_dim_step;      // head dims are multiples, because rows are read in units of 16 bytes
+  int64_t sparse_block;         // query rows and keys of a block of the block-sparse lists
+  int64_t sparse_block_m_192;   // query rows of a block of the second set of lists, for tiles of 192 rows
+  int64_t bitmask_tile;         // query rows and keys of a tile of the bitmask
+  int64_t bitmask_words;        // 32-bit words of a tile of the bitmask
+  int64_t key_order;            // keys that are reordered together
+  int64_t max_splits;           // limit of num_splits; a mode word has 8 bits for the number
+  int64_t split_unit;           // fixed_split_size is a multiple, because a split must be a multiple of any tile_n
+  int64_t max_head_dim;         // largest head dim of the kernels
+  int64_t head_dim_step;        // head dims are multiples, because rows are read in units of 16 bytes
+  int64_t workspace_alignment;  // bytes: alignment of each tensor in the workspace of quantized operands
 };
 
 // Return whether some kernels have a head dim, possibly with padding.
@@ -284,16 +296,21 @@ struct Tables {
   std::vector<FamilyRow> families;
   std::vector<KernelRow> kernels;
   std::vector<ChoiceRow> choices;
-  std::vector<RescueRow> rescues;
+  std::vector<StockBugRow> stock_bugs;
   std::vector<VarlenRow> varlen;
   std::vector<FeatureRow> features;
+  std::vector<int64_t> recipes;  // feature bit of each precision of a mode, from 1 on
+  int64_t recipe_features = 0;   // feature bits of all recipes
+  int64_t value_features = 0;    // feature bits of the recipes with 8-bit values
   Signature signatures[kNumKinds];
   GateRow gate = {};
   LayoutRow layout = {};
   uint64_t version = 1;  // changes with every change of the tables
 
   void add(FamilyRow row);  // throws if there are `kMostFamilies` already
-  void add(KernelRow row);
+  // Throws if FEATURES of features.py does not begin with the features of `kFeatureReaders`.
+  void add(const FeatureRow& row);
+  void add(KernelRow row);           // throws if the features with a reader are not complete
   void add(const ArgumentRow& row);  // throws for an unknown argument
   // Return the indices of rows of `kernels`, in table order.
   const std::vector<int>& rows(Kind kind, int family, DType query) const {
@@ -308,21 +325,22 @@ struct Tables {
     return groups[family].features < 0 || groups[family].dtypes[index_of(dtype)];
   }
   int num_families() const { return static_cast<int>(families.size()); }
+  void add(const DTypeRow& row) { add_dtype({keep(row.name), row.bytes, row.dlpack}); }
   const char* keep(const char* text) { return texts.emplace_back(text).c_str(); }
 
  private:
   std::deque<std::string> texts;  // storage of the texts in rows
   struct Group {
-    std::vector<int> rows[kNumKinds][kNumDTypes];
+    std::vector<int> rows[kNumKinds][kMaxDTypes];
     int64_t features = -1;
     std::vector<Features> sets;                                // distinct feature sets of the kernels
-    std::bitset<kNumDTypes * kNumDTypes * kNumDTypes> dtypes;  // dtypes of query, key and value of existing kernels
+    std::bitset<kMaxDTypes * kMaxDTypes * kMaxDTypes> dtypes;  // dtypes of query, key and value of existing kernels
   };
   std::vector<Group> groups;  // an entry for each family
   // Return the index in `dtypes` of a combination of three dtypes.
   static size_t index_of(const DType* dtype) {
     size_t index = 0;
-    for (int i = 0; i < kNumOperands; ++i) index = index * kNumDTypes + static_cast<size_t>(dtype[i]);
+    for (int i = 0; i < kNumOperands; ++i) index = index * kMaxDTypes + static_cast<size_t>(dtype[i]);
     return index;
   }
 };

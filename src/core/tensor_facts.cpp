@@ -1,21 +1,63 @@
 // Tensor facts, read through the stable C shims. Nothing here decides anything.
 #include "core/tensor_facts.h"
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <array>
-#include <cstddef>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "stock/torch_symbols.h"
 
 namespace flashplug {
 
-DType dtype_of(int32_t torch) {
-  static const auto numbers = [] {
-    std::array<int32_t, kNumDTypes - 1> ids;
-    for (size_t i = 0; i < ids.size(); ++i) ids[i] = kDTypes[i].torch();
-    return ids;
-  }();
-  return static_cast<DType>(std::find(numbers.begin(), numbers.end(), torch) - numbers.begin());
+namespace {
+
+int num_rows = 0;
+constexpr int kMaxTorchDTypes = 128;  // limit of torch's numbers of dtypes
+// Index of the row of each of torch's dtypes, by torch's number; `kOther` without a row.
+std::array<DType, kMaxTorchDTypes> rows_by_number = [] {
+  std::array<DType, kMaxTorchDTypes> none;
+  none.fill(DType::kOther);
+  return none;
+}();
+
+// Return torch's number of a dtype. torch's stable ABI has a function for each dtype.
+int32_t torch_number(const std::string& name) {
+  const std::string function = "aoti_torch_dtype_" + name;
+  void* symbol = dlsym(in_process("libtorch_cpu.so"), function.c_str());
+  if (symbol == nullptr)
+    throw std::runtime_error(
+        "torch_flashplug: each dtype of torch_flashplug/registry/dtypes.py must be a dtype of "
+        "the running torch, but torch has no function " +
+        function + ".");
+  return reinterpret_cast<int32_t (*)()>(symbol)();
 }
+
+}  // namespace
+
+void clear_dtypes() {
+  rows_by_number.fill(DType::kOther);
+  std::fill_n(dtype_facts, num_rows, DTypeFacts{});
+  num_rows = 0;
+}
+
+void add_dtype(const DTypeFacts& facts) {
+  if (num_rows == static_cast<int>(DType::kOther))
+    throw std::runtime_error("torch_flashplug: kMaxDTypes must be larger than the number of rows of dtypes.py.");
+  rows_by_number.at(torch_number(facts.name)) = static_cast<DType>(num_rows);
+  dtype_facts[num_rows++] = facts;
+}
+
+int num_dtypes() { return num_rows; }
+
+bool is_one_of(DType dtype, std::initializer_list<std::string_view> names) {
+  return std::find(names.begin(), names.end(), facts_of(dtype).name) != names.end();
+}
+
+DType dtype_of(int32_t torch) { return torch >= 0 && torch < kMaxTorchDTypes ? rows_by_number[torch] : DType::kOther; }
 
 bool read_class(AtenTensorHandle tensor, TensorClass* facts) {
   int32_t dtype = -1;

@@ -4,38 +4,31 @@
 #include <torch/csrc/stable/c/shim.h>
 
 #include <cstdint>
-#include <iterator>
+#include <initializer_list>
 #include <string_view>
 
 namespace flashplug {
 
-// Dtype of a tensor: an index into `kDTypes`, in the order of DTYPE_INFO in dtypes.py. `kOther`: any dtype not listed.
-enum class DType : int { kFirst = 0, kOther = 6 };
+// Dtype of a tensor: the index of a row of dtypes.py. `kOther`: a dtype without a row.
+constexpr int kMaxDTypes = 32;  // limit of the rows, with `kOther`
+enum class DType : int { kFirst = 0, kOther = kMaxDTypes - 1 };
 struct DTypeFacts {
-  const char* name;    // torch's name
-  int32_t (*torch)();  // torch's number
-  int64_t bytes;
-  uint8_t dlpack;  // DLDataTypeCode
+  const char* name = "other";  // torch's name
+  int64_t bytes = 8;           // without a row: the size of float64; such tensors are never read
+  int32_t dlpack = 0;          // DLDataTypeCode
 };
-inline constexpr DTypeFacts kDTypes[] = {{"bfloat16", aoti_torch_dtype_bfloat16, 2, 4},
-                                         {"float16", aoti_torch_dtype_float16, 2, 2},
-                                         {"float32", aoti_torch_dtype_float32, 4, 2},
-                                         {"int8", aoti_torch_dtype_int8, 1, 0},
-                                         {"float8_e4m3fn", aoti_torch_dtype_float8_e4m3fn, 1, 10},
-                                         {"float8_e5m2", aoti_torch_dtype_float8_e5m2, 1, 12},
-                                         {"other", nullptr, 8, 0}};  // the size of float64; such tensors are never read
-constexpr int kNumDTypes = std::size(kDTypes);
-static_assert(static_cast<int>(DType::kOther) == kNumDTypes - 1);
-constexpr const DTypeFacts& facts_of(DType dtype) { return kDTypes[static_cast<int>(dtype)]; }
-// Return the bit of a dtype in a set, for a dtype that C++ code knows by name. An unknown name does not compile.
-consteval int64_t dtype_bit(std::string_view name) {
-  int index = 0;
-  while (kDTypes[index].name != name) ++index;
-  return int64_t{1} << index;
-}
+// The pushed rows. Entries behind the rows stand for other dtypes.
+inline DTypeFacts dtype_facts[kMaxDTypes];
+inline const DTypeFacts& facts_of(DType dtype) { return dtype_facts[static_cast<int>(dtype)]; }
+void clear_dtypes();
+void add_dtype(const DTypeFacts& facts);  // throws for a name that the running torch does not know
+int num_dtypes();                         // number of rows
+// Return true if torch's name of a dtype is one of `names`.
+bool is_one_of(DType dtype, std::initializer_list<std::string_view> names);
+inline bool is_16_bit_float(DType dtype) { return is_one_of(dtype, {"bfloat16", "float16"}); }
 
 constexpr int64_t kUnitBytes = 16;  // TMA and vector loads move units of so many bytes
-constexpr int64_t unit_elements(DType dtype) { return kUnitBytes / facts_of(dtype).bytes; }
+inline int64_t unit_elements(DType dtype) { return kUnitBytes / facts_of(dtype).bytes; }
 
 // Memory layout of an operand, with the properties relevant for kernels, and for known faults of stock (stock_bugs.py).
 struct Layout {

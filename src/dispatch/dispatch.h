@@ -104,7 +104,7 @@ struct Plan {
   Backend backend = Backend::kStock;
   int kernel_row = -1;
   int choice_row = -1;
-  int rescue_row = -1;  // a rescue row decides before any choice row
+  int stock_bug_row = -1;  // a row of stock_bugs.py decides before any choice row
   Splits splits;
   double packed_ns = 0, unpacked_ns = 0;  // estimated times, where the estimates decided
   int64_t tiles = 0;                      // B * Hq * ceil(Sq / tile_m); packed: B * Hkv * ceil(Sq * G / tile_m)
@@ -137,7 +137,7 @@ CallFacts after_copies(const CallFacts& p, const Tables& tables);
 inline bool has_half_key_block(const CallFacts& p) { return p.Sk % 128 == 64; }
 bool stock_efficient_supports(const CallFacts& p);  // facts fit stock's efficient attention, on any device
 bool smem_fits(const KernelRow& row, const DeviceFacts& device);
-int find_rescue(const CallFacts& p, const Tables& tables);  // row of stock_bugs.py that holds the call, or -1
+int find_stock_bug(const CallFacts& p, const Tables& tables);  // row of stock_bugs.py that holds the call, or -1
 // Return true if a plugin kernel may serve some call of the class, while shapes are unknown.
 bool may_serve_class(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // Kernel selection (kernel_selection.cpp). `find_kernel_row()` returns the kernel row with the shortest expected time,
@@ -161,7 +161,8 @@ Reason slower_reason(const Plan& plan, const Tables& tables);
 // Return the plan of a call by the complete rule, as the router and explain apply it. Measured rows and the decode gate
 // decide between plugin kernels and stock.
 Plan plan_call(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables);
-CallFacts with_requested_precision(const CallFacts& p, Mode mode);  // facts with the features that the mode asks for
+// Return the facts with the features that the mode asks for.
+CallFacts with_requested_precision(const CallFacts& p, Mode mode, const Tables& tables);
 // Return the plan of `plan_call()`, from the thread's cache of recent plans if present (plan_cache.cpp). The reference
 // is valid until the thread's next call.
 const Plan& remembered_plan(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables);

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <iterator>
 #include <limits>
 #include <string>
 #include <type_traits>
@@ -42,9 +41,9 @@ std::string format_fixed(double value) {
 // Return the dtypes of the kernels of a family, as far as query, key and value can have the same dtype.
 std::string dtypes_text(int family, const char* between, const Tables& tables) {
   std::string out;
-  for (int i = 0; i < kNumDTypes; ++i) {
+  for (int i = 0; i < num_dtypes(); ++i) {
     const DType dtype = static_cast<DType>(i), all[kNumOperands] = {dtype, dtype, dtype};
-    if (tables.supports_dtypes(family, all)) out += (out.empty() ? "" : between) + std::string(kDTypes[i].name);
+    if (tables.supports_dtypes(family, all)) out += (out.empty() ? "" : between) + std::string(facts_of(dtype).name);
   }
   return out;
 }
@@ -72,23 +71,23 @@ std::string fill_in_facts(std::string words, CallFacts p) {
   return words;
 }
 
-std::string needs_text(int64_t needs) {
+std::string needs_text(int64_t needs, const Tables& tables) {
   std::string names;
-  for (size_t i = 0; i < std::size(kFeatures); ++i) {
-    if ((needs >> i & 1) != 0) names += (names.empty() ? "" : " and ") + std::string(kFeatures[i].name);
+  for (size_t i = 0; i < tables.features.size(); ++i) {
+    if ((needs >> i & 1) != 0) names += (names.empty() ? "" : " and ") + std::string(tables.features[i].name);
   }
   return names;
 }
 
 // Return the reason for a call whose features all have kernels, although no single kernel has all of the features.
-std::string combination_reason(int64_t needs) {
+std::string combination_reason(int64_t needs, const Tables& tables) {
   if (needs == 0)
     return "No kernel matches this call exactly: each candidate applies a feature (for example causal masking) that "
            "the call does not use.";
   if ((needs & kCausal) != 0 && (needs & kAnyMask) != 0)
     return "is_causal must be False with attn_mask, because PyTorch does not define the combination (its math backend "
            "raises). Pass one mask for both.";
-  return "No kernel of this backend has exactly this combination of features: " + needs_text(needs) +
+  return "No kernel of this backend has exactly this combination of features: " + needs_text(needs, tables) +
          ". Stock attention serves this call.";
 }
 
@@ -138,22 +137,22 @@ std::string gate_text(const Plan& plan, const CallFacts& p, const DeviceFacts& d
   return why + ": tiles = B*Hkv*ceil(Sq*G/" + number(tables.gate.rows) + ") = " + number(p.B) + "*" + number(p.Hkv) +
          "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") + format_fixed(tables.gate.occupancy) + "*" +
          number(device.sm_count) + " SMs -> " +
-         (!gate.closed           ? "open"
-          : plan.rescue_row >= 0 ? "closed, but stock attention is wrong for this call"
-          : plan.ours()          ? "closed, but the backend is requested"
-                                 : "stock");
+         (!gate.closed              ? "open"
+          : plan.stock_bug_row >= 0 ? "closed, but stock attention is wrong for this call"
+          : plan.ours()             ? "closed, but the backend is requested"
+                                    : "stock");
 }
 
 std::string row_text(int choice_row, const Tables& tables) {
   if (choice_row < 0) return "";
   const ChoiceRow& row = tables.choices[choice_row];
-  const char* than = (row.features & kEightBits) != 0 ? " x the 16-bit kernel (" : " x stock (";
+  const char* than = (row.features & tables.recipe_features) != 0 ? " x the 16-bit kernel (" : " x stock (";
   return std::string(row.description) + ": " + format_fixed(row.ratio) + than + row.measured + ")";
 }
 
-std::string rescue_text(int rescue_row, const Tables& tables) {
-  if (rescue_row < 0) return "";
-  const RescueRow& row = tables.rescues[rescue_row];
+std::string stock_bug_row_text(int stock_bug_row, const Tables& tables) {
+  if (stock_bug_row < 0) return "";
+  const StockBugRow& row = tables.stock_bugs[stock_bug_row];
   return std::string(row.stock) + " (" + row.evidence + ")";
 }
 
@@ -211,7 +210,7 @@ std::string reason_text(const Reason& reason, const CallFacts& p, const DeviceFa
     case Why::kFeature:
       return fill_in_facts(tables.features[reason.actual].unsupported_reason, p);
     case Why::kTogether:
-      return combination_reason(reason.actual);
+      return combination_reason(reason.actual, tables);
     case Why::kScale:
       return "scale is not finite. Stock attention serves this call.";
     case Why::kProbability:
@@ -226,16 +225,16 @@ std::string reason_text(const Reason& reason, const CallFacts& p, const DeviceFa
       return name + " has head dim " + actual + ", but the kernels take at most " + allowed +
              ". Stock attention serves larger head dims.";
     case Why::kHeadDimOfFeatures:
-      return name + " has head dim " + actual + ", but the kernels with " + needs_text(p.needs) + " take at most " +
-             allowed + ". Stock attention serves larger head dims.";
+      return name + " has head dim " + actual + ", but the kernels with " + needs_text(p.needs, tables) +
+             " take at most " + allowed + ". Stock attention serves larger head dims.";
     case Why::kLastStride:
       return name + " has stride " + actual + " in the last dim, but the kernels need stride 1. Call .contiguous().";
     case Why::kAlignment:
       return name + " is aligned to " + actual + " bytes (base address and strides), but the kernels need " + allowed +
              ". Call .contiguous() or .clone().";
     case Why::kNoKernel:
-      return "No kernel " + (p.needs == 0 ? "" : "with " + needs_text(p.needs) + " ") + "takes D=" + number(p.D) +
-             ", Dv=" + number(p.Dv) + ", Sq=" + number(p.Sq) +
+      return "No kernel " + (p.needs == 0 ? "" : "with " + needs_text(p.needs, tables) + " ") +
+             "takes D=" + number(p.D) + ", Dv=" + number(p.Dv) + ", Sq=" + number(p.Sq) +
              (device.smem_bytes > 0 ? " in " + number(device.smem_bytes) + " bytes of shared memory" : "") +
              ". The kernel table is torch_flashplug/registry/kernel_table.py.";
     case Why::kSplits:
@@ -297,11 +296,19 @@ std::string copies_text(const CallFacts& p, const Tables& tables) {
          " MB" + (broadcast ? " minus the broadcast part" : "");
 }
 
+// Return a note on the alignment of a causal mask. Users of flash-attn expect the bottom right.
+std::string causal_note(const CallFacts& p) {
+  if ((p.needs & kCausal) == 0 || p.Sq == p.Sk) return "";
+  return "is_causal aligns the mask to the top left: query i attends keys 0 to i, with Sq " + number(p.Sq) + ", Sk " +
+         number(p.Sk) + ". For the bottom right, as in flash-attn, pass attn_mask=causal_lower_right(Sq, Sk) of " +
+         "torch.nn.attention.bias.";
+}
+
 std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceFacts& device, Mode mode,
                       const Tables& tables) {
   // The plan is for 8 bits, or for 16 bits after the 8-bit plan was rejected. `p` has the features of that plan.
   const bool in_16_bits = static_cast<bool>(plan.why_not_8bit);
-  const CallFacts p = in_16_bits ? original : with_requested_precision(original, mode);
+  const CallFacts p = in_16_bits ? original : with_requested_precision(original, mode, tables);
   std::string out = "{\"backend\": " + quote(name_of(plan.backend, tables));
   out += ", \"kernel\": " + quote(plan.ours() ? tables.kernels[plan.kernel_row].name : "");
   out += ", \"splits\": " + number(plan.splits.n) + ", \"cluster\": " + number(plan.splits.cluster) +
@@ -321,19 +328,20 @@ std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceF
           : not_examined_reason(plan, mode, tables));
   add(Backend::kStock, not_examined_reason(plan, mode, tables));
   const bool measured =
-      device.cc != 0 && (plan.choice_row >= 0 || plan.rescue_row >= 0 || plan.gate.decode || plan.splits.n > 1);
+      device.cc != 0 && (plan.choice_row >= 0 || plan.stock_bug_row >= 0 || plan.gate.decode || plan.splits.n > 1);
   const bool has_gradients = plan.ours() && p.grad;
   out += "}, \"why\": {";
   for (int family = 0; family < tables.num_families(); ++family)
     out += (family > 0 ? ", " : "") + quote(name_of(backend_of(family), tables)) + ": " +
            quote(kWhyNames[static_cast<int>(plan.why[family].why)]);
-  out += "}, \"precision\": " + quote(needs_text(plan.features)) + ", \"why_not_8bit\": " +
-         quote(in_16_bits ? reason_text(plan.why_not_8bit, with_requested_precision(original, mode), device, tables)
-                          : "") +
+  out += "}, \"precision\": " + quote(needs_text(plan.features, tables)) + ", \"why_not_8bit\": " +
+         quote(in_16_bits
+                   ? reason_text(plan.why_not_8bit, with_requested_precision(original, mode, tables), device, tables)
+                   : "") +
          ", \"gate\": " + quote(measured ? gate_text(plan, p, device, tables) : "") +
          ", \"row\": " + quote(row_text(plan.choice_row, tables)) +
-         ", \"rescue\": " + quote(rescue_text(plan.rescue_row, tables)) +
-         ", \"copies\": " + quote(plan.ours() ? copies_text(p, tables) : "") +
+         ", \"stock_bug\": " + quote(stock_bug_row_text(plan.stock_bug_row, tables)) +
+         ", \"note\": " + quote(causal_note(p)) + ", \"copies\": " + quote(plan.ours() ? copies_text(p, tables) : "") +
          ", \"sharing\": " + number(has_gradients ? plan_backward(p, device, mode, tables).sharing : 1) +
          ", \"gradients\": " + quote(has_gradients ? gradients_text(p, device, mode, tables) : "") + "}";
   return out;
@@ -359,7 +367,7 @@ void note_plan(const char* where, const CallFacts& p, const DeviceFacts& device,
 }
 
 std::string forced_error(const CallFacts& original, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  const CallFacts p = with_requested_precision(original, mode);
+  const CallFacts p = with_requested_precision(original, mode, tables);
   const Plan plan = plan_call(original, device, mode, tables);
   const int family = mode.family();
   Reason all[kMaxReasons];

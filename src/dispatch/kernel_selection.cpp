@@ -115,8 +115,8 @@ double estimate(const CallFacts& original, const KernelRow& row, const DeviceFac
   }
   if ((row.takes & kCausal) == 0) {
     const double waves = std::ceil(heads * num_m / sm_count) * (1.0 - spared / num_m);
-    const bool tall = (row.takes & kMask) != 0 && row.tile_m > tables.layout.sparse_block;
-    return waves * (all_blocks * (tall ? p.tall : 1.0) + kEdgeBlocks) * row.cost;
+    const bool has_own_lists = (row.takes & kMask) != 0 && row.tile_m > tables.layout.sparse_block;
+    return waves * (all_blocks * (has_own_lists ? p.cost_ratio_192 : 1.0) + kEdgeBlocks) * row.cost;
   }
   // The keys visible to tile i are the first (i + 1) * tile_m, rounded up to whole blocks. On average, rounding adds
   // half a step of the pattern.

@@ -70,9 +70,9 @@ Reason unwanted(const CallFacts& p, const CallFacts& original, const DeviceFacts
   const KernelRow& kernel = tables.kernels[plan->kernel_row];
   const bool measured = mode.backend() == Backend::kAuto;
   if (measured && device.cc != tables.gate.measured_cc) return Reason{Why::kUnmeasuredDevice, device.cc, kernel.family};
-  if (measured) plan->rescue_row = find_rescue(original, tables);
-  const bool rescued = plan->rescue_row >= 0;
-  if (rescued && (p.needs & kBiases) == 0) return {};  // a correct result has priority over speed
+  if (measured) plan->stock_bug_row = find_stock_bug(original, tables);
+  const bool has_stock_bug = plan->stock_bug_row >= 0;
+  if (has_stock_bug && (p.needs & kBiases) == 0) return {};  // a correct result has priority over speed
   // After a forward of this project, a stock backward would be slower than stock for both directions, and its sums may
   // not be deterministic. For a bias, the math backward would follow, which needs memory for every score.
   const bool grad = p.as_with_gradients();
@@ -80,7 +80,7 @@ Reason unwanted(const CallFacts& p, const CallFacts& original, const DeviceFacts
     if (ours.why.why == Why::kNoBiasGradient) return ours.why;
     return Reason{p.deterministic ? Why::kDeterministic : Why::kNoBackward};
   }
-  if (rescued) return {};
+  if (has_stock_bug) return {};
   if (!measured) return {};
   const bool one_block = p.Sk <= kernel.tile_n;  // a single block of keys cannot be split
   if (plan->gate.closed && kernel.kind != kDecode && !one_block)
@@ -122,9 +122,9 @@ Plan plan_with_precision(const CallFacts& original, const DeviceFacts& device, M
 
 }  // namespace
 
-CallFacts with_requested_precision(const CallFacts& p, Mode mode) {
+CallFacts with_requested_precision(const CallFacts& p, Mode mode, const Tables& tables) {
   CallFacts requested = p;
-  requested.needs |= mode.recipe_features();
+  requested.needs |= recipe_features(mode, tables);
   return requested;
 }
 
@@ -132,12 +132,12 @@ CallFacts with_requested_precision(const CallFacts& p, Mode mode) {
 // A requested 8-bit precision is a permission: calls run in 16 bits if the 8-bit kernels cannot run the call or were
 // not measured to be faster. The precision is an order if a block forces both the precision and the backend.
 Plan plan_call(const CallFacts& original, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  if (mode.recipe_features() == 0) return plan_with_precision(original, device, mode, tables);
-  const bool order = mode.forces_kernels() && !mode.permits();
-  Plan in_8_bits = plan_with_precision(with_requested_precision(original, mode), device,
+  if (recipe_features(mode, tables) == 0) return plan_with_precision(original, device, mode, tables);
+  const bool order = mode.forces_kernels() && !permits_recipe(mode, tables);
+  Plan in_8_bits = plan_with_precision(with_requested_precision(original, mode, tables), device,
                                        order ? mode : mode.of_any_backend(), tables);
   const bool served = in_8_bits.ours() && (mode.family() < 0 || in_8_bits.backend == mode.backend());
-  if (served) in_8_bits.features = mode.recipe_features();
+  if (served) in_8_bits.features = recipe_features(mode, tables);
   if (served || order) return in_8_bits;
   Plan in_16_bits = plan_with_precision(original, device, mode, tables);
   in_16_bits.why_not_8bit = in_8_bits.why[std::max(mode.family(), 0)];

@@ -41,7 +41,7 @@ HeadDims largest_head_dims(const CallFacts& p, int family, bool elementwise, con
   HeadDims most;
   for (const Kind kind : {kFwd, kDecode}) {  // some calls have only decode kernels
     if (most.d != 0) break;
-    for (int element = 0; element < kNumDTypes; ++element) {
+    for (int element = 0; element < num_dtypes(); ++element) {
       for (int i : tables.rows(kind, family, static_cast<DType>(element))) {
         const KernelRow& row = tables.kernels[i];
         if ((row.elementwise != 0) != elementwise || !smem_fits(row, device)) continue;
@@ -68,7 +68,7 @@ void add_class_reasons(const CallFacts& p, const DeviceFacts& device, const Tabl
   for (int64_t left = missing; left != 0; left &= left - 1)
     out->add(Why::kFeature, std::countr_zero(static_cast<uint64_t>(left)));
   if (missing == 0 && !tables.has_kernel_with_all(family, p.needs)) out->add(Why::kTogether, p.needs);
-  if ((p.needs & kEightBits) != 0 && p.grad) out->add(Why::kGradientsInEightBits);
+  if ((p.needs & tables.recipe_features) != 0 && p.grad) out->add(Why::kGradientsInEightBits);
   if (p.scale == Scale::kNotFinite) out->add(Why::kScale);
   if ((p.needs & kDropout) != 0 && !(p.dropout_p > 0.0 && p.dropout_p <= 1.0)) out->add(Why::kProbability);
 }
@@ -130,14 +130,13 @@ CallFacts after_copies(const CallFacts& p, const Tables& tables) {
   return read;
 }
 
-// Stock's efficient attention supports a causal mask and no other feature of `kFeatures`; a call with another feature
+// Stock's efficient attention supports a causal mask and no other feature; a call with another feature
 // would return a result without the feature. The efficient attention has dropout, too, but draws other bits than the
 // kernels of this project and math. The tensors do not say whose seed they hold, so no backward could tell. The dtypes
-// below are the only supported dtypes, whatever else is in `kDTypes`.
+// below are the only supported dtypes, whatever else is in dtypes.py.
 bool stock_efficient_supports(const CallFacts& p) {
-  constexpr int64_t dtypes = dtype_bit("bfloat16") | dtype_bit("float16") | dtype_bit("float32");
-  return (p.needs & ~kCausal) == 0 && (dtypes >> static_cast<int>(p.dtype[0]) & 1) != 0 && p.dtype[0] == p.dtype[1] &&
-         p.dtype[0] == p.dtype[2] && !is_empty(p) && is_16b_aligned(p) && p.Hq % p.Hkv == 0;
+  return (p.needs & ~kCausal) == 0 && is_one_of(p.dtype[0], {"bfloat16", "float16", "float32"}) &&
+         p.dtype[0] == p.dtype[1] && p.dtype[0] == p.dtype[2] && !is_empty(p) && is_16b_aligned(p) && p.Hq % p.Hkv == 0;
 }
 
 namespace {
@@ -157,17 +156,18 @@ int64_t facts_of_class(const CallFacts& p) {
 
 constexpr int64_t kMostOfGrid = 65535;  // limit of CTAs along the second and third dim of a grid
 
-// Return the first rescue row for a call, or -1. `facts` has the call facts that hold, or may hold.
-int find_rescue_of(const CallFacts& p, int64_t facts, const Tables& tables) {
-  const auto row = std::find_if(tables.rescues.begin(), tables.rescues.end(), [facts, &p](const RescueRow& rescue) {
-    return (facts & rescue.facts) == rescue.facts && (p.needs & ~rescue.features) == 0;
-  });
-  return row == tables.rescues.end() ? -1 : static_cast<int>(row - tables.rescues.begin());
+// Return the first row of stock_bugs.py for a call, or -1. `facts` has the call facts that hold, or may hold.
+int find_stock_bug_row(const CallFacts& p, int64_t facts, const Tables& tables) {
+  const auto row =
+      std::find_if(tables.stock_bugs.begin(), tables.stock_bugs.end(), [facts, &p](const StockBugRow& bug) {
+        return (facts & bug.facts) == bug.facts && (p.needs & ~bug.features) == 0;
+      });
+  return row == tables.stock_bugs.end() ? -1 : static_cast<int>(row - tables.stock_bugs.begin());
 }
 
 }  // namespace
 
-int find_rescue(const CallFacts& p, const Tables& tables) {
+int find_stock_bug(const CallFacts& p, const Tables& tables) {
   const auto any = [&p](bool Layout::* fact) {
     return std::any_of(p.layout, p.layout + kNumOperands, [fact](const Layout& layout) { return layout.*fact; });
   };
@@ -186,7 +186,7 @@ int find_rescue(const CallFacts& p, const Tables& tables) {
   };
   int64_t facts = facts_of_class(p);
   for (const auto& [fact, holds] : shape_facts) facts |= holds ? static_cast<int64_t>(fact) : 0;
-  return find_rescue_of(p, facts, tables);
+  return find_stock_bug_row(p, facts, tables);
 }
 
 int unsupported(const CallFacts& original, const DeviceFacts& device, const Tables& tables, int family, Reason* reasons,
@@ -233,7 +233,7 @@ bool may_serve_class(const CallFacts& p, const DeviceFacts& device, Mode mode, c
   const bool chosen = std::any_of(tables.choices.begin(), tables.choices.end(), [&p](const ChoiceRow& row) {
     return row.kind != kPartBwd && row.serve && (row.grad != 0) == p.as_with_gradients() && row.features == p.needs;
   });
-  return chosen || find_rescue_of(p, facts_of_class(p) | ~kFactsOfClass, tables) >= 0;
+  return chosen || find_stock_bug_row(p, facts_of_class(p) | ~kFactsOfClass, tables) >= 0;
 }
 
 }  // namespace flashplug

@@ -123,14 +123,14 @@ VarlenDecision decide_varlen(const VarlenCall& call, bool is_on, Mode mode, int 
 
 std::string missing_support_text(const VarlenCall& call) {
   const auto is_odd = [](int64_t dim) { return !has_head_dim(tables().layout, dim); };
-  const DTypeFacts& dtype = kDTypes[call.dtype];
+  const DType dtype = static_cast<DType>(call.dtype);
   const auto [low, high] = std::minmax(call.D, call.Dv);
   const std::string dims = low == high ? std::to_string(low) : std::to_string(low) + ", " + std::to_string(high);
   const std::pair<bool, std::string> lacks[] = {
       {call.has_cu_seqlens_k == 0, "no cu_seq_k"},
       {call.paged != 0, "block_table"},
       {call.splits >= 0 && call.splits != 1, "num_splits=" + std::to_string(call.splits)},
-      {dtype.bytes != 2, std::string("torch.") + dtype.name},
+      {!is_16_bit_float(dtype), std::string("torch.") + facts_of(dtype).name},
       {is_odd(call.D) || is_odd(call.Dv), "head dims [" + dims + "]"}};
   std::string all;
   for (const auto& [lacking, property] : lacks) all += lacking ? (all.empty() ? "" : ", ") + property : "";
@@ -146,7 +146,7 @@ std::string varlen_json(const VarlenCall& call, const VarlenDecision& decision, 
       {"stock", kVarlenKernelNames[stock_varlen_kernel(call, cc)]},
       {"said", decision_text(call, decision, cc)},
       {"row", row != nullptr ? row->measured : ""},
-      {"rescue", row != nullptr ? row->wrong : ""},
+      {"stock_bug", row != nullptr ? row->wrong : ""},
       {"error", raises ? forced_varlen_error(call, mode, tables) : ""}};
   std::string json;
   for (const auto& [name, text] : members) json += (json.empty() ? "{" : ", ") + quote(name) + ": " + quote(text);

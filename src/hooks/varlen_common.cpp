@@ -162,9 +162,8 @@ bool kernels_support(const BoxedArgs& args, int64_t dims) {
     TensorClass facts;
     if (x == nullptr || !read_class(x, &facts) || facts.dim != dims || !eligible_device(facts.device_type))
       return false;
-    constexpr int64_t sixteen = dtype_bit("bfloat16") | dtype_bit("float16");
     const int64_t dim = shape_of(x).size[dims - 1];
-    if ((sixteen >> static_cast<int>(facts.dtype) & 1) == 0 || !has_head_dim(tables().layout, dim)) return false;
+    if (!is_16_bit_float(facts.dtype) || !has_head_dim(tables().layout, dim)) return false;
   }
   return true;
 }

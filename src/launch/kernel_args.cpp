@@ -63,7 +63,7 @@ DLDataType Arguments::type_of(const Parameter& parameter) const {
       const DTypeFacts& facts = facts_of(row_.dtype[static_cast<int>(parameter.type)]);
       // Kernels interpret the bytes of 8-bit dtypes themselves (kernels/features/quantized_kv_cache.py).
       if (facts.bytes == 1) return {kDLUInt, 8, 1};
-      return {facts.dlpack, static_cast<uint8_t>(8 * facts.bytes), 1};
+      return {static_cast<uint8_t>(facts.dlpack), static_cast<uint8_t>(8 * facts.bytes), 1};
     }
   }
 }

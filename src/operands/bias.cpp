@@ -26,37 +26,28 @@ namespace {
 // every score.
 constexpr int64_t kLeastSummed = 8;
 
-bool is_readable_in_place(AtenTensorHandle bias, const int64_t stride[4], int64_t unit, bool anywhere) {
-  if (anywhere) return stride[3] == 1;
-  const void* data = nullptr;
-  check_shim(torch_get_const_data_ptr(bias, &data), "get_data_ptr");
-  return stride[3] == 1 && stride[0] % unit == 0 && stride[1] % unit == 0 && stride[2] % unit == 0 &&
-         reinterpret_cast<uintptr_t>(data) % kUnitBytes == 0;
-}
-
 // Return a bias in a layout that the kernel reads: a view, or a copy.
 TensorHandle make_readable(const ForwardCall& call, const CallFacts& p, const TensorClass& query,
                            const KernelRow& row) {
   const AtenTensorHandle bias = call.mask;
-  const int64_t unit = kUnitBytes / element_bytes(bias);
-  int64_t size[4], stride[4];
+  int64_t size[4], stride[4], dims = 0;
   if (!has_supported_dtype(bias, p))
     throw std::runtime_error("torch_flashplug: attn_mask must be bool, float32 or of the query's dtype.");
   if (!is_on_device_of(bias, query))
     throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query.");
   if (!expand_strides(bias, p, size, stride))
     throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk).");
-  if (p.Sk == 1) stride[3] = 1;
-  const bool hopper = tables().families[row.family].arch >= 90;
-  const bool shared = row.kind != kDecode && stride[2] == 0 && p.Sq > row.group_rows;  // all queries share a mask row
-  const bool repeats = shared && !hopper;
-  const int64_t full_size[4] = {p.B, p.Hq, repeats ? row.group_rows : p.Sq, p.Sk};
-  if (!repeats && is_readable_in_place(bias, stride, unit, hopper && !shared)) return view(bias, 4, full_size, stride);
-  for (int i = 0; i < 3; ++i) size[i] = stride[i] == 0 && !(repeats && i == 2) ? 1 : full_size[i];
-  const TensorHandle copy = copy_of_padded_rows(bias, 4, size, stride, unit);
+  check_shim(aoti_torch_get_dim(bias, &dims), "get_dim");
+  const Shape shape = shape_of(bias);
+  const void* data = nullptr;
+  check_shim(torch_get_const_data_ptr(bias, &data), "get_data_ptr");
+  const int64_t bytes = element_bytes(bias);
+  const BiasRead read = bias_read(dims, shape.size, shape.stride, reinterpret_cast<int64_t>(data), bytes, p, row);
+  if (read.in_place) return view(bias, 4, read.size, read.stride);
+  const TensorHandle copy = copy_of_padded_rows(bias, 4, read.copy_size, read.stride, kUnitBytes / bytes);
   int64_t repeated[4];
-  for (int i = 0; i < 4; ++i) repeated[i] = size[i] == 1 && i < 3 ? 0 : shape_of(copy.get()).stride[i];
-  return view(copy.get(), 4, full_size, repeated);
+  for (int i = 0; i < 4; ++i) repeated[i] = read.copy_size[i] == 1 && i < 3 ? 0 : shape_of(copy.get()).stride[i];
+  return view(copy.get(), 4, read.size, repeated);
 }
 
 // Sizes of a bias gradient in all four dims, with the strides of torch.empty_like.
@@ -76,6 +67,29 @@ Gradient gradient_like(AtenTensorHandle bias) {
 }
 
 }  // namespace
+
+BiasRead bias_read(int64_t dims, const int64_t* mask_size, const int64_t* mask_stride, int64_t address,
+                   int64_t element_bytes, const CallFacts& p, const KernelRow& row) {
+  const int64_t scores[4] = {p.B, p.Hq, p.Sq, p.Sk}, unit = kUnitBytes / element_bytes;
+  BiasRead read{};
+  int64_t (&stride)[4] = read.stride;
+  int64_t size[4];
+  expand_dims(dims, mask_size, mask_stride, scores, size, stride);
+  if (p.Sk == 1) stride[3] = 1;
+  const bool hopper = tables().families[row.family].arch >= 90;
+  const bool shared = row.kind != kDecode && stride[2] == 0 && p.Sq > row.group_rows;  // all queries share a mask row
+  read.repeats_rows = shared && !hopper;
+  const bool aligned = address % kUnitBytes == 0 &&
+                       std::all_of(stride, stride + 3, [unit](int64_t elements) { return elements % unit == 0; });
+  read.in_place = !read.repeats_rows && stride[3] == 1 && (aligned || (hopper && !shared));
+  const int64_t view_size[4] = {p.B, p.Hq, read.repeats_rows ? row.group_rows : p.Sq, p.Sk};
+  std::copy_n(view_size, 4, read.size);
+  std::copy_n(view_size, 4, read.copy_size);
+  for (int i = 0; i < 3; ++i) {
+    if (stride[i] == 0 && !(read.repeats_rows && i == 2)) read.copy_size[i] = 1;
+  }
+  return read;
+}
 
 TensorHandle new_bias_gradient(AtenTensorHandle bias) {
   const Gradient like = gradient_like(bias);

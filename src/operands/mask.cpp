@@ -73,20 +73,6 @@ bool make_dense(AtenTensorHandle mask) {
   return aoti_torch_get_layout(mask, &layout) == 0 && layout == aoti_torch_layout_strided() && !is_kept(mask);
 }
 
-// Compute sizes and strides of all four dims of a mask, from plain facts (`expand_strides()`).
-bool spread_dims(int64_t dims, const int64_t* mask_size, const int64_t* mask_stride, const int64_t scores[4],
-                 int64_t size[4], int64_t stride[4]) {
-  const int64_t missing = kMostMaskDims - dims;
-  for (int64_t i = 0; i < kMostMaskDims; ++i) {
-    const int64_t have = i < missing ? 1 : mask_size[i - missing];
-    const bool are_known = have >= 0 && scores[i] >= 0;
-    if (have != 1 && have != scores[i] && are_known) return false;
-    stride[i] = have == 1 ? 0 : mask_stride[i - missing];
-    size[i] = i < 2 && stride[i] == 0 ? 1 : scores[i];
-  }
-  return true;
-}
-
 bool has_mask_dims(int64_t dims) { return dims >= 2 && dims <= kMostMaskDims; }
 
 // Return true if kernels can count the numbers of the metadata: those of a plane in 31 bits, of all planes in 32 bits.
@@ -151,12 +137,25 @@ MaskArgs mask_args(const ForwardCall& call, const CallFacts& p, const TensorClas
 
 }  // namespace
 
+bool expand_dims(int64_t dims, const int64_t* mask_size, const int64_t* mask_stride, const int64_t scores[4],
+                 int64_t size[4], int64_t stride[4]) {
+  const int64_t missing = kMostMaskDims - dims;
+  for (int64_t i = 0; i < kMostMaskDims; ++i) {
+    const int64_t have = i < missing ? 1 : mask_size[i - missing];
+    const bool are_known = have >= 0 && scores[i] >= 0;
+    if (have != 1 && have != scores[i] && are_known) return false;
+    stride[i] = have == 1 ? 0 : mask_stride[i - missing];
+    size[i] = i < 2 && stride[i] == 0 ? 1 : scores[i];
+  }
+  return true;
+}
+
 bool expand_strides(AtenTensorHandle mask, const CallFacts& p, int64_t size[4], int64_t stride[4]) {
   int64_t dims = 0;
   Shape shape;
   const int64_t scores[4] = {p.B, p.Hq, p.Sq, p.Sk};
   return aoti_torch_get_dim(mask, &dims) == 0 && has_mask_dims(dims) && read_shape(mask, &shape) &&
-         spread_dims(dims, shape.size, shape.stride, scores, size, stride);
+         expand_dims(dims, shape.size, shape.stride, scores, size, stride);
 }
 
 bool is_on_device_of(AtenTensorHandle mask, const TensorClass& query) {
@@ -178,7 +177,7 @@ MaskObstacle mask_obstacle(const MaskFacts& mask, const int64_t scores[4]) {
   if (!has_mask_dims(mask.dims)) return MaskObstacle::kDims;
   int64_t size[4], stride[4];
   const bool are_sizes_known = mask.size != nullptr;
-  if (are_sizes_known && !spread_dims(mask.dims, mask.size, mask.stride, scores, size, stride))
+  if (are_sizes_known && !expand_dims(mask.dims, mask.size, mask.stride, scores, size, stride))
     return MaskObstacle::kShape;
   if (!mask.is_on_query_device) return MaskObstacle::kDevice;
   const bool is_counted =
@@ -298,8 +297,8 @@ int64_t metadata_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients) {
   const int64_t block = layout.sparse_block, tile = layout.bitmask_tile, words = layout.bitmask_words;
   const int64_t lines = ceil_div(rows, block), M = ceil_div(Sq, block), N = ceil_div(Sk, block),
                 row_tiles = ceil_div(rows, tile), key_tiles = ceil_div(Sk, tile),
-                tall = ceil_div(Sq, layout.tall_sparse_block);
-  const int64_t forward = lines * N + 2 * (M + tall) * (N + 1) + row_tiles * (key_tiles + 1) * words;
+                M_192 = ceil_div(Sq, layout.sparse_block_m_192);
+  const int64_t forward = lines * N + 2 * (M + M_192) * (N + 1) + row_tiles * (key_tiles + 1) * words;
   return gradients ? forward + 2 * (N + M * N) + key_tiles * (row_tiles + 1) * words + 2 * M * N : forward;
 }
 

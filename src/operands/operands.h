@@ -121,6 +121,9 @@ MaskObstacle mask_obstacle(const MaskFacts& mask, const int64_t scores[4]);
 // Compute sizes and strides of all four dims of a mask. Broadcast dims have stride 0, and equal planes count once.
 // Returns false for a mask that kernels do not take.
 bool expand_strides(AtenTensorHandle mask, const CallFacts& p, int64_t size[4], int64_t stride[4]);
+// Compute `expand_strides()` from plain facts. `scores`: the sizes (B, Hq, Sq, Sk) of the scores.
+bool expand_dims(int64_t dims, const int64_t* mask_size, const int64_t* mask_stride, const int64_t scores[4],
+                 int64_t size[4], int64_t stride[4]);
 bool has_supported_dtype(AtenTensorHandle mask, const CallFacts& p);    // dtype allowed by F.sdpa
 bool is_on_device_of(AtenTensorHandle mask, const TensorClass& query);  // on the same device
 void preprocess_in_torch(const ForwardCall& call, const CallFacts& p,
@@ -132,6 +135,17 @@ bool can_preprocess_mask(AtenTensorHandle mask, const CallFacts& p);  // true if
 
 // ---- bias.cpp: masks of floats ----
 
+// How a kernel reads a float mask: in place, or from a copy whose rows begin at multiples of 16 bytes.
+struct BiasRead {
+  bool in_place;
+  bool repeats_rows;     // the copy repeats the row that all queries share, for a kernel of sm_80
+  int64_t size[4];       // of the view that the kernel gets
+  int64_t stride[4];     // of the view in place; 0 in broadcast dims
+  int64_t copy_size[4];  // of the copy, without broadcast dims; rows are padded to 16 bytes
+};
+// `dims`, `mask_size`, `mask_stride`: of the mask, which must fit (`mask_obstacle()`). `address` is in bytes.
+BiasRead bias_read(int64_t dims, const int64_t* mask_size, const int64_t* mask_stride, int64_t address,
+                   int64_t element_bytes, const CallFacts& p, const KernelRow& row);
 // Pack a float mask for a kernel that takes a bias, in either dtype. Undefined if the kernel takes none. The result
 // must live until the launch.
 TensorHandle pack_bias_args(const ForwardCall& call, const CallFacts& p, const TensorClass& query, const KernelRow& row,

@@ -10,19 +10,18 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kAligned = 128;  // ALIGNED of kernels/features/quantized_qkv.py, which needs the compiler
-
 int64_t rounded(int64_t bytes, int64_t unit) { return ceil_div(bytes, unit) * unit; }
 
 // Return the size of the workspace, buffer by buffer in the order of kernels/features/quantized_qkv.py.
 int64_t quant_workspace_bytes(const CallFacts& p, const KernelRow& row) {
+  const LayoutRow& layout = tables().layout;
   const int64_t queries = p.B * p.Hq * p.Sq, kv_heads = p.B * p.Hkv, fp32 = 4;
   int64_t bytes = 0;
-  const auto take = [&bytes](int64_t buffer_bytes) { bytes += rounded(buffer_bytes, kAligned); };
+  const auto take = [&](int64_t buffer_bytes) { bytes += rounded(buffer_bytes, layout.workspace_alignment); };
   take(queries * row.d_max);
   take(kv_heads * p.Sk * row.d_max);
-  const bool values = (row.takes & feature_bit("qk8")) == 0;
-  if (values) take(kv_heads * p.Dv * rounded(p.Sk, tables().layout.key_order));
+  const bool values = (row.takes & tables().value_features) != 0;
+  if (values) take(kv_heads * p.Dv * rounded(p.Sk, layout.key_order));
   take(queries * fp32);
   take(queries * fp32);
   take(kv_heads * ceil_div(p.Sk, row.tile_n) * fp32);

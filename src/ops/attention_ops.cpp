@@ -53,7 +53,7 @@ void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list
 
 bool wants_math(Mode mode) { return mode.backend() == Backend::kMath || mode.backend() == Backend::kStock; }
 
-bool is_16_bit(const CallFacts& p) { return facts_of(p.dtype[0]).bytes == 2; }
+bool is_16_bit(const CallFacts& p) { return is_16_bit_float(p.dtype[0]); }
 
 namespace {
 

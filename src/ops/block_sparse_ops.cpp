@@ -35,7 +35,7 @@ void block_sparse_forward(StableIValue* stack, uint64_t, uint64_t) {
   ForwardCall call{{q.get(), k.get(), v.get(), mask_metadata.get()},
                    mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   call.scale = box::to_optional_double(stack[op["scale"]]);
-  call.tall = box::to<double>(stack[op["cost_ratio_192"]]);
+  call.cost_ratio_192 = box::to<double>(stack[op["cost_ratio_192"]]);
   const Facts facts = read_lists(call);
   ForwardResult result;
   if (!attend("block_sparse_fwd", call, facts, call.mode, &result)) result = listed_math(call);

@@ -47,6 +47,8 @@ def test_old_attributes_read_the_new_attributes() -> None:
         assert lengths_plan.seen_as == (None,)
     with pytest.warns(DeprecationWarning, match="Plan.whole is deprecated. Use Plan.why_not_8bit."):
         assert plan.whole == plan.why_not_8bit
+    with pytest.warns(DeprecationWarning, match="Plan.rescue is deprecated. Use Plan.stock_bug."):
+        assert plan.rescue == plan.stock_bug
 
 
 def test_changelog_names_each_old_name() -> None:

@@ -47,7 +47,7 @@ def own_table() -> Iterator[None]:
 
 def test_names_and_ids_agree_in_python_and_cpp() -> None:
     """Names and positions are defined once in Python, and C++ reports equal ones."""
-    homes = {"backends": BACKENDS[: -len(KERNEL_BACKENDS)], "features": features.NAMES, "kinds": KINDS, "operands": dispatch_table.OPERANDS,
+    homes = {"backends": BACKENDS[: -len(KERNEL_BACKENDS)], "kinds": KINDS, "operands": dispatch_table.OPERANDS,
              "call facts": stock_bugs.FACTS, "number types": kernel_args.DTYPES}  # fmt: skip
     assert {subject: bindings.names(subject) for subject in homes} == homes
 
@@ -64,18 +64,22 @@ def dlpack_of(dtype: torch.dtype) -> tuple[int, int]:
     return code, bits
 
 
-def test_dtypes_agree_in_python_and_cpp() -> None:
-    """Element sizes and DLPack codes are mirrored, too; the entry for all unknown dtypes has the size of float64."""
-    torch_dtypes = {info.torch_name: getattr(torch, info.torch_name) for info in dtypes.DTYPE_INFO.values()}
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_dtypes_of_the_table_agree_with_torch() -> None:
+    """C++ gets element sizes and DLPack codes; the entry for all unknown dtypes has the size of float64."""
+    infos = {info.torch_name: info for info in (*dtypes.DTYPE_INFO.values(), *dtypes.NAMED_DTYPES.values())}
     cpp_dtypes = bindings.dtypes()
-    assert list(cpp_dtypes) == [*torch_dtypes, "other"] and cpp_dtypes["other"][0] == torch.float64.itemsize
-    for info in dtypes.DTYPE_INFO.values():
-        dtype = torch_dtypes[info.torch_name]
-        code, bits = dlpack_of(dtype)
-        assert (
-            cpp_dtypes[info.torch_name] == (info.num_bytes, code) == (dtype.itemsize, code)
-            and bits == 8 * info.num_bytes
-        )
+    assert list(cpp_dtypes) == [*infos, "other"] and cpp_dtypes["other"][0] == torch.float64.itemsize
+    for name, info in infos.items():
+        assert cpp_dtypes[name] == (info.num_bytes, info.dlpack_code)
+        assert info.num_bytes == getattr(torch, name).itemsize
+        assert (info.dlpack_code, 8 * info.num_bytes) == dlpack_of(getattr(torch, name))
+
+
+def test_dtype_unknown_to_torch_is_an_error_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(table_structs._DTYPES, "bf17", dtypes.DtypeInfo("bfloat17", 2, 4))
+    with pytest.raises(RuntimeError, match="torch has no function aoti_torch_dtype_bfloat17"):
+        startup.push_tables()
 
 
 def test_stock_efficient_attention_supports_only_named_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,14 +100,41 @@ def test_stock_efficient_attention_supports_only_named_dtypes(monkeypatch: pytes
     }
 
 
-def test_feature_without_a_reader_does_not_compile() -> None:
-    """A rule with an unknown feature does not compile either."""
+def test_rule_with_an_unknown_feature_does_not_compile() -> None:
     head = '#include "core/call_facts.h"\nusing namespace flashplug;\n'
-    reader = "[](const Attention& call) { return call.dropout_p < 0; }"
-    assert compile_cpp.compiles(head + f'constexpr Feature one{{"nobody", {reader}}};')
     assert compile_cpp.compiles(head + 'static_assert(feature_bit("mask") == 2);')
-    assert not compile_cpp.compiles(head + 'constexpr Feature one{"nobody"};')
     assert not compile_cpp.compiles(head + 'constexpr auto bit = feature_bit("nobody");')
+
+
+def test_feature_without_a_reader_needs_no_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python names the feature of a call, and a kernel without the feature gives the reason of the new row."""
+    feature = features.Feature(
+        "dilated", "dilated", "with a dilated window", "no kernel has a dilated window of {left}."
+    )
+    monkeypatch.setattr(features, "FEATURES", (*features.FEATURES, feature))
+    monkeypatch.setattr(features, "NAMES", (*features.NAMES, feature.name))
+    startup.push_tables()
+    dilated = call((1, 8, 8), (512, 512), (64, 64), dilated=1, left=7)
+    plan = bindings.plan(dilated, DEVICES["h100"], BACKENDS.index("fa3"))
+    assert plan["reasons"]["fa3"] == "no kernel has a dilated window of 7."
+    assert "with a dilated window" in bindings.forced_error(dilated, DEVICES["h100"], BACKENDS.index("fa3"))
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        ([0, 1, 3], "position 2 has 'bias32' in place of 'bias'. Put a feature without a reader at the end"),
+        ([0, 1, 2], "has a reader of 'bias32', but FEATURES of features.py has no such feature"),
+        ([*range(len(features.FEATURES)), *[-1] * 64], "kMaxFeatures must be at least the length of FEATURES"),
+    ],
+)
+def test_reader_without_a_feature_is_an_error_at_import(
+    positions: list[int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = list(table_structs.of_features())
+    monkeypatch.setattr(table_structs, "of_features", lambda: [rows[i] for i in positions])
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        startup.push_tables()
 
 
 def test_reason_without_a_text_does_not_compile() -> None:
@@ -118,7 +149,7 @@ def test_reason_without_a_text_does_not_compile() -> None:
 
 def test_table_rows_of_a_wrong_size_are_rejected() -> None:
     with pytest.raises(RuntimeError, match="table_structs.py must define the same rows, but differ"):
-        bindings._push(library.lib().flashplug_add_gate_row, table_structs.RescueRow())
+        bindings._push(library.lib().flashplug_add_gate_row, table_structs.StockBugRow())
 
 
 def test_selected_kernel_has_exactly_the_needed_features(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +390,7 @@ ONE_FACT_OF_FORCED = {
     "sequences": (call((1, 8, 8), (16384, 16384), (128, 128), **_WINDOW, ragged=1, sequences=1), 1023),
     "batch_invariant": (call((1, 8, 8), (16384, 16384), (128, 128), **_WINDOW, ragged=1, sequences=1024), 1),
     "split_size": (call((1, 32, 8), (1, 8192), (128, 128)), 1024),
-    "tall": (call((4, 16, 16), (8192, 8192), (64, 64), mask=1), 2.0),
+    "cost_ratio_192": (call((4, 16, 16), (8192, 8192), (64, 64), mask=1), 2.0),
 }
 FA3 = BACKENDS.index("fa3")
 
@@ -421,11 +452,11 @@ def test_head_dim_limit_is_the_largest_head_dim_of_the_kernel_table():
     assert all(dim % dispatch_table.HEAD_DIM_STEP == 0 for spec in specs for dim in (spec.d, spec.dv))
 
 
-@pytest.mark.parametrize("block", [kernel_spec.LISTED, 256])
+@pytest.mark.parametrize("block", [kernel_spec.SPARSE_BLOCK, 256])
 def test_sizes_of_mask_metadata_follow_the_pushed_numbers(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """C++ restates no number of a layout: a changed block size reaches C++ with the tables."""
     for module in (table_structs, mask_preprocess_reference):
-        monkeypatch.setattr(module, "LISTED", block)
+        monkeypatch.setattr(module, "SPARSE_BLOCK", block)
     startup.push_tables()
     count_numbers = library.lib().flashplug_mask_metadata_size
     count_numbers.restype, count_numbers.argtypes = ctypes.c_int64, [*[ctypes.c_int64] * 3, ctypes.c_int]

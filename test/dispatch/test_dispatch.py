@@ -289,7 +289,7 @@ def test_explain_predicts_the_backend(hooked_backend: DeviceBackend) -> None:
 def test_choice_hook_agrees_with_explain(
     device_backend: DeviceBackend, feature: str, dropout: float, grad: bool
 ) -> None:
-    """Use the measured tables, whose rows and rescues the choice hook checks first by call class."""
+    """Use the measured tables, whose rows and stock bugs the choice hook checks first by call class."""
     startup.push_tables()
     masks = {"mask": torch.ones(300, 300, device=device_backend.device).tril().bool()}
     masks |= {"bias": torch.randn(300, 300, device=device_backend.device).to(device_backend.dtype)}

@@ -107,7 +107,7 @@ def test_stock_bug_rows_apply_only_to_observed_features() -> None:
     below = PLAIN | {"scale": bindings.SCALE_IDS["negative"]}
     for needs, backend in (({}, "fa3"), ({"causal": 1}, "fa3"), (dropped, "stock")):
         plan = bindings.plan(below | needs, DEVICES["h100"])
-        assert plan["backend"] == backend and bool(plan["rescue"]) == (backend == "fa3")
+        assert plan["backend"] == backend and bool(plan["stock_bug"]) == (backend == "fa3")
 
 
 @pytest.mark.parametrize(
@@ -167,3 +167,13 @@ def test_biased_and_dropout_calls_on_sm80_kernels(
     d: int, facts: dict, device: str, kernel: str, gradients: str
 ) -> None:
     test_masked_calls_on_sm80_kernels(d, {"mask": 0} | facts, device, kernel, gradients)
+
+
+def test_causal_call_with_unequal_lengths_has_a_note_on_the_alignment() -> None:
+    """Users of flash-attn expect the bottom right."""
+    notes = [
+        bindings.plan(call((1, 8, 8), rows, (64, 64), causal=causal), DEVICES["h100"])["note"]
+        for rows, causal in (((1, 512), 1), ((512, 64), 1), ((512, 512), 1), ((1, 512), 0))
+    ]
+    assert notes[0].startswith("is_causal aligns the mask to the top left") and "Sq 1, Sk 512" in notes[0]
+    assert "causal_lower_right(Sq, Sk)" in notes[1] and notes[2:] == ["", ""]

@@ -116,10 +116,10 @@ def test_reasons_of_the_dispatcher_are_on_the_page() -> None:
 
 
 def test_reasons_of_calls_outside_the_dispatcher_are_on_the_page() -> None:
-    texts = list(returned_texts("torch_hooks/describe_call", "outside_dispatcher", "misfit", "_shape_obstacle"))
+    texts = list(returned_texts("torch_hooks/describe_call", "outside_dispatcher", "misfit", "shape_obstacle"))
 
     assert len(texts) > 12
-    with_ending = "{}; stock attention decides"  # a reason of misfit() or _shape_obstacle() with an ending
+    with_ending = "{}; stock attention decides"  # a reason of misfit() or shape_obstacle() with an ending
     assert not [text for text in texts if text != with_ending and not is_on_the_page(text)]
 
 

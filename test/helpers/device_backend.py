@@ -86,7 +86,9 @@ class DeviceBackend:
 @contextlib.contextmanager
 def use_device_backend(device: str, hook: str = "router") -> Iterator[DeviceBackend]:
     """Install the hook for `device`, and restore everything at the end."""
-    bindings.push_rows(kernel_table.KERNEL_ROWS, SERVE_ALL, OPEN_GATE, stock_bugs.RESCUES, dispatch_table.VARLEN_ROWS)
+    bindings.push_rows(
+        kernel_table.KERNEL_ROWS, SERVE_ALL, OPEN_GATE, stock_bugs.STOCK_BUGS, dispatch_table.VARLEN_ROWS
+    )
     if device == "cpu":
         op_owners.suppress_override_warning()
         bindings.set_facts_override(DEVICES["h100"])

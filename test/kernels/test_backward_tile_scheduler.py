@@ -14,7 +14,7 @@ from torch_flashplug.kernels.tiling import (
     block_iterator,  # noqa: E402
     block_sparse,  # noqa: E402
 )
-from torch_flashplug.registry.kernel_spec import LISTED, SHARE  # noqa: E402
+from torch_flashplug.registry.kernel_spec import ORDER_BLOCK_N, SPARSE_BLOCK  # noqa: E402
 
 BANDS = {"full": block_iterator.FullBlocks, "causal": block_iterator.CausalBlocks}
 TILES = [(64, 128), (64, 64)]  # tile_m, tile_n: kernel_spec.BACKWARD_TILE, PARTS_TILE
@@ -52,7 +52,7 @@ def test_accumulation_ranks_follow_the_launch_order(mask, tile, lengths, l2_grou
 
 def random_block_lists(planes: int, Sq: int, Sk: int, seed: int) -> list[list[list[int]]]:
     """Return the query blocks, in any order, that each key block of each plane visits."""
-    generator, num_query_blocks, num_key_blocks = random.Random(seed), -(-Sq // LISTED), -(-Sk // LISTED)
+    generator, num_query_blocks, num_key_blocks = random.Random(seed), -(-Sq // SPARSE_BLOCK), -(-Sk // SPARSE_BLOCK)
 
     def random_list() -> list[int]:
         return generator.sample(range(num_query_blocks), generator.randint(0, num_query_blocks))
@@ -63,7 +63,7 @@ def random_block_lists(planes: int, Sq: int, Sk: int, seed: int) -> list[list[li
 def accumulation_rank(lists: list[list[int]], n_block: int, m_block: int, Sk: int) -> int:
     """Return the rank of a list entry: how many SHAREs of later keys list the same block of queries."""
     later_blocks = [n for n in range(n_block + 1, len(lists)) if m_block in lists[n]]
-    return -(-sum(min(LISTED, Sk - n * LISTED) for n in later_blocks) // SHARE)
+    return -(-sum(min(SPARSE_BLOCK, Sk - n * SPARSE_BLOCK) for n in later_blocks) // ORDER_BLOCK_N)
 
 
 @pytest.mark.parametrize("tile_n", [128, 64])
@@ -79,7 +79,7 @@ def test_accumulation_ranks_of_block_lists_follow_the_launch_order(sizes, tile_n
     )
     last_ranks = {}
     for tile_n_block, head, b in (order.tile(number) for number in range(order.total)):
-        plane, n_block = b * heads + head, tile_n_block * tile_n // LISTED
+        plane, n_block = b * heads + head, tile_n_block * tile_n // SPARSE_BLOCK
         m_blocks = lists[plane][n_block]
         ranks = [accumulation_rank(lists[plane], n_block, m_block, Sk) for m_block in m_blocks]
         block_range = SimpleNamespace(num_later_ranges=ranks.__getitem__)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_flashplug.ops import mask_preprocess_reference
-from torch_flashplug.registry.kernel_spec import LISTED, TALL
+from torch_flashplug.registry.kernel_spec import SPARSE_BLOCK, SPARSE_BLOCK_M_192
 from torch_flashplug.registry.mask_layout import TILE
 
 pytest.importorskip("cutlass", reason="the DSL is needed to import kernels")
@@ -72,10 +72,10 @@ def masks() -> Iterator[tuple[str, Tensor]]:
         yield "window", (keys <= rows) & (rows - keys < 150)
         yield "all", keys + rows >= 0
         yield "none", keys + rows < 0
-        yield "stripes", (rows // TILE + keys // LISTED) % 3 == 0
+        yield "stripes", (rows // TILE + keys // SPARSE_BLOCK) % 3 == 0
         for share in (0.02, 0.5):
-            parts = torch.rand(-(-Sq // TILE), -(-Sk // LISTED), generator=generator) < share
-            mask = parts.repeat_interleave(TILE, 0).repeat_interleave(LISTED, 1)[:Sq, :Sk]
+            parts = torch.rand(-(-Sq // TILE), -(-Sk // SPARSE_BLOCK), generator=generator) < share
+            mask = parts.repeat_interleave(TILE, 0).repeat_interleave(SPARSE_BLOCK, 1)[:Sq, :Sk]
             yield f"blocks {share}", mask
             yield f"some of {share}", mask & (torch.rand(Sq, Sk, generator=generator) < 0.3)
 
@@ -88,12 +88,12 @@ def test_tile_parts_visit_exactly_their_visible_blocks(name: str) -> None:
     mask = MASKS[name]
     Sq, Sk = mask.shape
     lists, sizes = tall_lists(mask), block_iterator.SeqlenInfo(Sq, Sk)
-    bound = block_sparse.BlockSparse192Iterator(lists, lists).bind(sizes, TALL, LISTED)
-    for block in range(-(-Sq // TALL)):
+    bound = block_sparse.BlockSparse192Iterator(lists, lists).bind(sizes, SPARSE_BLOCK_M_192, SPARSE_BLOCK)
+    for block in range(-(-Sq // SPARSE_BLOCK_M_192)):
         tile = tile_addressing.Tile(block, 0, 0, sizes)
         block_range = bound.kv_blocks(tile)
         blocks = [block_range.nth(j) for j in range(block_range.count)]
-        for first_row in range(block * TALL, (block + 1) * TALL, TILE):
+        for first_row in range(block * SPARSE_BLOCK_M_192, (block + 1) * SPARSE_BLOCK_M_192, TILE):
             num_skipped, part_run = bound.kv_range_for_warpgroup(tile, first_row, TILE, True)
             assert (
                 num_skipped + part_run.count + part_run.num_trailing_skipped == block_range.count and part_run.count > 0
@@ -104,7 +104,7 @@ def test_tile_parts_visit_exactly_their_visible_blocks(name: str) -> None:
             visited = [part_run.nth(j) for j in range(part_run.count)]
             assert visited == blocks[num_skipped : num_skipped + part_run.count]
             visible_blocks = [
-                n for n in blocks if mask[first_row : first_row + TILE, n * LISTED : (n + 1) * LISTED].any()
+                n for n in blocks if mask[first_row : first_row + TILE, n * SPARSE_BLOCK : (n + 1) * SPARSE_BLOCK].any()
             ]
             assert set(visible_blocks) <= set(visited)
             start = block_iterator.BlockSubrange(True, 0, 1)

@@ -24,7 +24,7 @@ import torch_flashplug
 from torch_flashplug.api import startup
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import ELEMENTS_16BIT
-from torch_flashplug.registry.kernel_spec import LISTED, TALL, KernelSpec
+from torch_flashplug.registry.kernel_spec import SPARSE_BLOCK, SPARSE_BLOCK_M_192, KernelSpec
 from torch_flashplug.testing import Case, Inputs, assert_bitwise_equal, assert_within_budget, make_inputs, new_case
 
 SEED = masked_calls.BOOL_MASK_SEED
@@ -70,9 +70,9 @@ def inputs_with_hidden_nans(case: Case, mask: Tensor, device: str) -> Inputs:
     """Return inputs with NaN in keys and values of blocks hidden from all rows."""
     inputs = make_inputs(case, device, SEED)
     is_seen = mask.expand(case.B, case.Hq, case.Sq, case.Sk).any(2).view(case.B, case.Hkv, -1, case.Sk).any(2)
-    blocks = F.pad(is_seen, (0, -case.Sk % LISTED)).unflatten(-1, (-1, LISTED)).any(-1)
+    blocks = F.pad(is_seen, (0, -case.Sk % SPARSE_BLOCK)).unflatten(-1, (-1, SPARSE_BLOCK)).any(-1)
     blocks[..., 0] = True  # rows without visible keys read the first block
-    hidden = ~blocks.repeat_interleave(LISTED, -1)[..., : case.Sk]
+    hidden = ~blocks.repeat_interleave(SPARSE_BLOCK, -1)[..., : case.Sk]
     for tensor in (inputs.k, inputs.v):
         tensor[hidden] = math.nan
     return inputs
@@ -138,8 +138,8 @@ def test_saved_metadata_of_a_broadcast_mask_row_is_small(kernels_on: str, rows: 
     mask = random_mask(2, 1, 1, 640).to(kernels_on)
     with torch_flashplug.sdpa_backend("fa3"):
         metadata = F.scaled_dot_product_attention(*inputs, attn_mask=mask).grad_fn._saved_attn_bias
-    blocks, words = rows // LISTED * 5, 2 * 11 + 10 * 3
-    lists = 2 * (rows // LISTED + 5) + 6 * blocks + 2 * -(-rows // TALL) * 6
+    blocks, words = rows // SPARSE_BLOCK * 5, 2 * 11 + 10 * 3
+    lists = 2 * (rows // SPARSE_BLOCK + 5) + 6 * blocks + 2 * -(-rows // SPARSE_BLOCK_M_192) * 6
     assert metadata.shape == (2, 1, 5 + lists + 128 * words)
     assert rows == 128 or metadata.nbytes < 2 * rows * 640 / 8 + 2**14
 
@@ -169,7 +169,7 @@ def push_rows_where() -> Iterator[Callable]:
 
 
 FORWARDS = [spec for spec in MASKED if spec.kind == "fwd"]
-TALL_TILE_FORWARDS = [spec for spec in FORWARDS if spec.tile_m == TALL]
+TALL_TILE_FORWARDS = [spec for spec in FORWARDS if spec.tile_m == SPARSE_BLOCK_M_192]
 
 
 @pytest.fixture

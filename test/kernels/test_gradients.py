@@ -137,7 +137,7 @@ SHARED = (
 def shared_heads_from(rows: int) -> Iterator[None]:
     """Share query heads if sharing saves a tile at least the given number of rows."""
     gate = dataclasses.replace(dispatch_table.GATE, rows_spared=rows)
-    bindings.push_rows(kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, gate, stock_bugs.RESCUES)
+    bindings.push_rows(kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, gate, stock_bugs.STOCK_BUGS)
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_flashplug.dispatch import library
 from torch_flashplug.ops import mask_preprocess_reference
 from torch_flashplug.ops.bitmask import words
-from torch_flashplug.registry.kernel_spec import LISTED, TALL
+from torch_flashplug.registry.kernel_spec import SPARSE_BLOCK, SPARSE_BLOCK_M_192
 from torch_flashplug.registry.mask_layout import EMPTY, FULL, INDEX_BITS, PARTIAL, STATE_MASK, TILE, TILE_WORDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,8 +70,8 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def random_mask(seed: int, *sizes: int) -> Tensor:
     """Return a random mask with full and empty blocks."""
     mask = torch.rand(sizes, generator=torch.Generator().manual_seed(seed)) < 0.6
-    mask[..., :LISTED] = True
-    mask[..., LISTED : 2 * LISTED, :] = False
+    mask[..., :SPARSE_BLOCK] = True
+    mask[..., SPARSE_BLOCK : 2 * SPARSE_BLOCK, :] = False
     mask[1:] = False
     return mask
 
@@ -101,21 +101,24 @@ MASKS = {
 def block_states(mask: Tensor) -> Tensor:
     """Return block states (P, M, N); missing keys count as masked out, missing rows do not count."""
     P, Sq, Sk = mask.shape
-    M, N = (-(-size // LISTED) for size in (Sq, Sk))
-    tail = (0, N * LISTED - Sk, 0, M * LISTED - Sq)
-    visible, rows = F.pad(mask, tail), F.pad(torch.ones(P, Sq, N * LISTED, dtype=torch.bool), (0, 0, *tail[2:]))
-    blocks = [x.view(P, M, LISTED, N, LISTED) for x in (visible, ~visible & rows)]
+    M, N = (-(-size // SPARSE_BLOCK) for size in (Sq, Sk))
+    tail = (0, N * SPARSE_BLOCK - Sk, 0, M * SPARSE_BLOCK - Sq)
+    visible, rows = F.pad(mask, tail), F.pad(torch.ones(P, Sq, N * SPARSE_BLOCK, dtype=torch.bool), (0, 0, *tail[2:]))
+    blocks = [x.view(P, M, SPARSE_BLOCK, N, SPARSE_BLOCK) for x in (visible, ~visible & rows)]
     has_visible, has_masked = (x.any(-1).any(2) for x in blocks)
     return torch.where(has_visible, torch.where(has_masked, PARTIAL, FULL), EMPTY).int()
 
 
 def tall_block_states(blocks: Tensor, Sq: int) -> Tensor:
-    """Return the states of blocks of TALL queries.
+    """Return the states of blocks of SPARSE_BLOCK_M_192 queries.
 
-    A tall block keeps the state of the blocks of LISTED queries if all states agree, and is masked (partial)
+    A tall block keeps the state of the blocks of SPARSE_BLOCK queries if all states agree, and is masked (partial)
     otherwise.
     """
-    lines = [{m * TALL // LISTED, (min((m + 1) * TALL, Sq) - 1) // LISTED} for m in range(-(-Sq // TALL))]
+    lines = [
+        {m * SPARSE_BLOCK_M_192 // SPARSE_BLOCK, (min((m + 1) * SPARSE_BLOCK_M_192, Sq) - 1) // SPARSE_BLOCK}
+        for m in range(-(-Sq // SPARSE_BLOCK_M_192))
+    ]
     parts = [blocks[:, sorted(line_indices)] for line_indices in lines]
     same = [(part == part[:, :1]).all(1) for part in parts]
     return torch.stack([part[:, 0].where(as_one, PARTIAL) for part, as_one in zip(parts, same, strict=True)], 1)
@@ -127,10 +130,10 @@ def visible_parts(mask: Tensor) -> Tensor:
     The value is -1 if the queries do not exist.
     """
     Sq, Sk = mask.shape[1:]
-    padded = F.pad(mask, (0, -Sk % LISTED, 0, -Sq % TALL))
-    parts = padded.unflatten(2, (-1, LISTED)).any(-1).unflatten(1, (-1, TILE)).any(2).int()
+    padded = F.pad(mask, (0, -Sk % SPARSE_BLOCK, 0, -Sq % SPARSE_BLOCK_M_192))
+    parts = padded.unflatten(2, (-1, SPARSE_BLOCK)).any(-1).unflatten(1, (-1, TILE)).any(2).int()
     parts[:, -(-Sq // TILE) :] = -1
-    return parts.unflatten(1, (-1, TALL // TILE)).flatten(0, 1)
+    return parts.unflatten(1, (-1, SPARSE_BLOCK_M_192 // TILE)).flatten(0, 1)
 
 
 class MetadataReader:
@@ -156,7 +159,7 @@ class MetadataReader:
         counts = self.take(2, len(lines)).tolist()
         entries = self.take(2, *lines.shape)
         if seeing is not None:
-            for i, part in itertools.product(range(len(lines)), range(TALL // TILE)):
+            for i, part in itertools.product(range(len(lines)), range(SPARSE_BLOCK_M_192 // TILE)):
                 line_entries = entries[0, i, : counts[0][i]]
                 expected = seeing[i, part, line_entries & (1 << INDEX_BITS) - 1]
                 assert ((expected == -1) | (expected == (line_entries >> INDEX_BITS + part & 1))).all()
@@ -196,7 +199,9 @@ def test_mask_preprocessing_matches_plain_torch(pack: Path, name: str, gradients
 def test_broadcast_mask_row_needs_little_metadata(Sq: int) -> None:
     """The bitmask of a broadcast row has at most an eighth of the mask's bytes, for any number of queries."""
     mask_preprocessing = pytest.importorskip("torch_flashplug.kernels.preprocess.mask", reason="the DSL is needed")
-    row_size, full_size = (mask_preprocessing.metadata_size(rows, Sq, 4096, gradients=False) for rows in (LISTED, Sq))
+    row_size, full_size = (
+        mask_preprocessing.metadata_size(rows, Sq, 4096, gradients=False) for rows in (SPARSE_BLOCK, Sq)
+    )
     assert row_size < full_size and (Sq < 300 or row_size * 4 <= Sq * 4096 / 8)
     assert Sq < 4096 or row_size * 100 <= Sq * 4096
 
@@ -217,7 +222,7 @@ def test_reference_preprocessing_matches_plain_torch(name: str, gradients: bool)
 
 def num_read_rows(mask: Tensor) -> int:
     """Return the number of mask rows read by preprocessing."""
-    return min(mask.shape[2], LISTED) if mask.stride(2) == 0 else mask.shape[2]
+    return min(mask.shape[2], SPARSE_BLOCK) if mask.stride(2) == 0 else mask.shape[2]
 
 
 def check_metadata(numbers: Tensor, plain: Tensor, rows: int, gradients: bool) -> None:
@@ -227,7 +232,7 @@ def check_metadata(numbers: Tensor, plain: Tensor, rows: int, gradients: bool) -
     """
     P, Sq, Sk = plain.shape
     read_mask, num_row_tiles, num_column_tiles = plain[:, :rows], -(-rows // TILE), -(-Sk // TILE)
-    reader, blocks, lines = MetadataReader(numbers), block_states(plain), -(-rows // LISTED)
+    reader, blocks, lines = MetadataReader(numbers), block_states(plain), -(-rows // SPARSE_BLOCK)
     stored_states = reader.take(P, lines, blocks.shape[2])
     assert torch.equal(stored_states & STATE_MASK, blocks[:, :lines])
     reader.check_lists(blocks, never_empty=True)

@@ -136,7 +136,7 @@ def test_explain_names_copied_operands(layout: str) -> None:
     if layout == "columns":  # stock's math is right, but was not timed
         assert call().backend == "stock" and "No measured entry" in call().reasons["fa3"]
     else:
-        assert call().backend == "fa3" and "without a visible key" in call().rescue
+        assert call().backend == "fa3" and "without a visible key" in call().stock_bug
 
 
 def test_broadcast_heads_are_copied_once(kernels_on: str) -> None:

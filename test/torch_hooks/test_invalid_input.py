@@ -402,7 +402,16 @@ def call_plugin_op(query: Tensor, key: Tensor, value: Tensor, **more: object) ->
 
 
 # Facts that F.sdpa cannot express.
-FACTS_OF_ATTENTION = {"left", "right", "bottom_right", "softcap", "sequences", "batch_invariant", "split_size", "tall"}
+FACTS_OF_ATTENTION = {
+    "left",
+    "right",
+    "bottom_right",
+    "softcap",
+    "sequences",
+    "batch_invariant",
+    "split_size",
+    "cost_ratio_192",
+}
 
 
 @pytest.mark.parametrize("fact", [fact for fact in bindings.problem_facts() if fact not in FACTS_OF_ATTENTION])
@@ -532,6 +541,24 @@ def test_every_obstacle_of_a_mask_has_a_text(name: str) -> None:
 
 def test_every_obstacle_of_a_mask_is_tested() -> None:
     assert set(bindings.names("mask obstacles")) - {"none"} <= set(_MASKS_WITH_OBSTACLES)
+
+
+_SIZES_WITH_OBSTACLES = {  # sizes of query, key and value, and enable_gqa
+    "batch": ((2, 4, 8, 64), (1, 4, 8, 64), (2, 4, 8, 64), False),
+    "head dim": ((1, 4, 8, 64), (1, 4, 8, 32), (1, 4, 8, 64), False),
+    "value heads": ((1, 4, 8, 64), (1, 4, 8, 64), (1, 2, 8, 64), False),
+    "value rows": ((1, 4, 8, 64), (1, 4, 8, 64), (1, 4, 9, 64), False),
+    "groups": ((1, 4, 8, 64), (1, 3, 8, 64), (1, 3, 8, 64), True),
+    "heads": ((1, 4, 8, 64), (1, 2, 8, 64), (1, 2, 8, 64), False),
+}
+
+
+def test_every_obstacle_of_shapes_has_a_text() -> None:
+    assert tuple(_SIZES_WITH_OBSTACLES) == bindings.names("shape obstacles")[1:]
+    for name, (*sizes, enable_gqa) in _SIZES_WITH_OBSTACLES.items():
+        assert bindings.shape_obstacle(sizes, enable_gqa) == name
+        assert "but got" in describe_call.shape_obstacle(*sizes, enable_gqa)
+    assert describe_call.shape_obstacle((1, 4, 8, 64), (1, 1, 8, 64), (1, 1, 8, 32), enable_gqa=False) is None
 
 
 def test_explain_rejects_operands_that_are_no_tensors() -> None:

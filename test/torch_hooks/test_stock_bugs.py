@@ -32,10 +32,10 @@ from torch_flashplug.torch_hooks import describe_call
 sdpa = F.scaled_dot_product_attention
 
 
-# ---- rescues ----
+# ---- calls that stock gets wrong ----
 
-# One call for each row of stock_bugs.RESCUES, with and without the triggering fact.
-RESCUED = {
+# One call for each row of stock_bugs.STOCK_BUGS, with and without the triggering fact.
+CALLS_WITH_BUG = {
     "odd_base_one_row": (call((1, 32, 8), (1, 100), (16, 16)), {"odd_base_k": 1, "align_k": 2}),
     "odd_base_one_key": (call((5, 21, 3), (70, 1), (128, 128)), {"odd_base_q": 1, "align_q": 8}),
     "broadcast_query": (call((2, 3, 3), (64, 64), (80, 64)), {"broadcast_q": 1}),
@@ -54,21 +54,21 @@ RESCUED = {
 }
 
 
-@pytest.mark.parametrize("name", RESCUED)
+@pytest.mark.parametrize("name", CALLS_WITH_BUG)
 def test_auto_serves_calls_that_fail_in_stock(name: str) -> None:
-    plain, fault = RESCUED[name]
-    assert not bindings.plan(plain, DEVICES["h100"])["rescue"]
-    rescued = bindings.plan(plain | fault, DEVICES["h100"])
-    assert rescued["backend"] in {"fa3", "fa2"} and rescued["kernel"]
-    assert any(rescued["rescue"] == f"{row.stock} ({row.evidence})" for row in stock_bugs.RESCUES)
-    assert rescued["row"] == "" and bool(rescued["gradients"]) == bool(plain.get("grad"))
+    plain, fault = CALLS_WITH_BUG[name]
+    assert not bindings.plan(plain, DEVICES["h100"])["stock_bug"]
+    plan = bindings.plan(plain | fault, DEVICES["h100"])
+    assert plan["backend"] in {"fa3", "fa2"} and plan["kernel"]
+    assert any(plan["stock_bug"] == f"{row.stock} ({row.evidence})" for row in stock_bugs.STOCK_BUGS)
+    assert plan["row"] == "" and bool(plan["gradients"]) == bool(plain.get("grad"))
     assert bindings.plan(plain | fault, DEVICES["a100"])["backend"] == "stock"  # no fault was found on an A100
 
 
-def test_noncontiguous_rows_are_no_rescue() -> None:
+def test_noncontiguous_rows_are_no_stock_bug() -> None:
     """Stock uses math for such rows, and math is right."""
-    plain, fault = RESCUED["odd_base_one_row"]
-    assert not bindings.plan(plain | fault | {"last_stride_v": 64}, DEVICES["h100"])["rescue"]
+    plain, fault = CALLS_WITH_BUG["odd_base_one_row"]
+    assert not bindings.plan(plain | fault | {"last_stride_v": 64}, DEVICES["h100"])["stock_bug"]
 
 
 @pytest.mark.parametrize(("scale", "kind"), [
@@ -80,9 +80,9 @@ def test_scales_are_classified_as_32_bit_floats(scale: float | None, kind: str) 
     assert bindings.kind_of_scale(scale) == kind
 
 
-def test_every_rescue_row_is_tested() -> None:
-    tried = {bindings.plan(plain | fault, DEVICES["h100"])["rescue"] for plain, fault in RESCUED.values()}
-    assert tried == {f"{row.stock} ({row.evidence})" for row in stock_bugs.RESCUES}
+def test_every_stock_bug_row_is_tested() -> None:
+    tried = {bindings.plan(plain | fault, DEVICES["h100"])["stock_bug"] for plain, fault in CALLS_WITH_BUG.values()}
+    assert tried == {f"{row.stock} ({row.evidence})" for row in stock_bugs.STOCK_BUGS}
 
 
 FAULTS = {
@@ -157,7 +157,7 @@ def test_auto_is_right_where_stock_fails(name: str, grad: bool) -> None:
     torch.cuda.synchronize()
     assert_matches_fp64(name, case, inputs, out.detach(), grads)
     assert took["ours_fwd"] == 2 and took["ours_bwd"] == grad, took
-    assert torch_flashplug.explain(q, k, v, **kwargs, enable_gqa=q.shape[1] != k.shape[1]).rescue
+    assert torch_flashplug.explain(q, k, v, **kwargs, enable_gqa=q.shape[1] != k.shape[1]).stock_bug
 
 
 @pytest.mark.gpu

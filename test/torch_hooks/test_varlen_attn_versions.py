@@ -111,7 +111,7 @@ def test_auto_serves_calls_covered_by_a_row(
     plan = explain_varlen(*make_varlen_call(**sizes), **settings, device="h100")
     assert (plan.backend, plan.stock_choice) == ("fa3" if is_ours else "stock", stock)
     if is_ours:
-        assert plan.kernel and (plan.row or plan.rescue)
+        assert plan.kernel and (plan.row or plan.stock_bug)
     else:
         assert "no measured entry compares" in plan.reasons["fa3"] and "cuDNN" in str(plan)
     with torch_flashplug.sdpa_backend("fa3"):
@@ -126,7 +126,7 @@ def test_calls_with_cudnn_faults_run_on_kernels(rule: Callable[[str], None]) -> 
     q, k, v, *lengths = make_varlen_call()
     for operands in ((make_misaligned(q), k, v), (q, k, make_misaligned(v)), (q, k[:, :1].expand_as(k), v)):
         plan = explain_varlen(*operands, *lengths, device="h100")
-        assert plan.backend == "fa3" and "wrong numbers" in plan.rescue and "194818" in plan.rescue
+        assert plan.backend == "fa3" and "wrong numbers" in plan.stock_bug and "194818" in plan.stock_bug
     assert explain_varlen(q, k, v, *lengths, device="h100").backend == "stock"
 
 

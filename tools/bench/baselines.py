@@ -128,7 +128,9 @@ def tall_tiles() -> Iterator[None]:
     """Enter a scope in which the plugin's kernels use the tiles with the most rows for bool masks."""
     rows = kernel_table.KERNEL_ROWS
     kernels = [
-        replace(row, cost=1) if (row.features, row.tile_m) == (kernel_table.MASK, kernel_spec.TALL) else row
+        replace(row, cost=1)
+        if (row.features, row.tile_m) == (kernel_table.MASK, kernel_spec.SPARSE_BLOCK_M_192)
+        else row
         for row in rows
     ]
     startup.push_tables(kernels)

@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def _cache_mark() -> str:
     The text covers the dispatch tables, the flags that affect tracing, and the source of the tracing module.
     """
     table = zlib.crc32(
-        repr((FAMILIES, kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, stock_bugs.RESCUES)).encode()
+        repr((FAMILIES, kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, stock_bugs.STOCK_BUGS)).encode()
     )
     table = zlib.crc32(Path(tracing.__file__).read_bytes(), table)
     flags = ":".join(flag.get() for flag in env.FLAGS if flag.affects_graphs)
@@ -238,7 +238,8 @@ class Plan:
     why_not_8bit: str = ""  # why the products have 16 bits although 8 are permitted
     mask: str = ""  # how torch_flashplug kernels read a float mask
     copies: str = ""  # operands that are copied first, because no kernel reads the present layout
-    rescue: str = ""  # what stock would do wrong with this call, where the stock bug decided
+    stock_bug: str = ""  # what stock would do wrong with this call, where the stock bug decided
+    note: str = ""  # a note on the meaning of the call: the alignment of is_causal where Sq and Sk differ
     gradients: str = ""  # the backward of a torch_flashplug forward, and why; empty without gradients
     sharing: int = 1  # number of tiles of a KV block in the backward, which share the query heads of a KV head
     part: str = ""  # for a call on several devices, the part of the call that the plan describes
@@ -246,19 +247,21 @@ class Plan:
     stock_choice: str = ""  # stock's own choice of a backend for this call (real CUDA tensors only)
 
     whole = renamed_attribute("Plan", "whole", "why_not_8bit")
+    rescue = renamed_attribute("Plan", "rescue", "stock_bug")
 
     def __str__(self) -> str:
         choice = f" ({self.stock_choice})" if self.backend == "stock" and self.stock_choice else ""
         kernel = f"{self.kernel}, splits {self.splits}" if self.kernel else ""
         lines = [("call", self.call), ("part", self.part), ("backend", self.backend + choice)]
         lines += [("kernel", kernel), ("row", self.row), ("gate", self.gate)]
+        lines.append(("note", self.note))
         if self.precision:
             lines.append(("precision", f"{self.precision}: {quant_recipes.describe(self.precision)}"))
         lines += [
             ("16 bits", self.why_not_8bit),
             ("operands", self.copies),
             ("mask", self.mask),
-            ("stock would", self.rescue),
+            ("stock would", self.stock_bug),
         ]
         shared = f"; {self.sharing} tiles share the query heads of a KV head" * (self.sharing > 1)
         lines += [("gradients", self.gradients + shared), ("raises", self.error)]
@@ -453,13 +456,12 @@ class _SdpaCall:
         query, key, value, attn_mask = operands = self.hook_tensors
         facts = _facts_of(query, self.device)
         described = _described(self.device, *operands, self.dropout_p, self.is_causal, self.scale)
-        kernel_plan = plan_with_dtypes(described, facts, self.mode, operands[:3])
+        kernel_plan = bindings.plan(described, facts, self.mode)
         fields = {name: kernel_plan[name] for name in Plan.__dataclass_fields__ if name in kernel_plan}
         requested_mode = bindings.effective_mode()
         fields["reasons"] |= _ignored(requested_mode, fields["reasons"], query) if self.mode != requested_mode else {}
         if attn_mask is not None and attn_mask.dtype != torch.bool and kernel_plan["kernel"]:
-            few, hopper = kernel_plan["kernel"].startswith("decode"), "_sm90_" in kernel_plan["kernel"]
-            fields["mask"] = describe_call.bias_in_words(query, key, attn_mask, few, hopper)
+            fields["mask"] = describe_call.bias_in_words(query, key, attn_mask, kernel_plan["kernel"])
         forced_backend_fails = bindings.forced_kernels(self.mode) not in (None, kernel_plan["backend"])
         stock_serves = kernel_plan["backend"] == "stock" and not forced_backend_fails
         error = ""
@@ -469,7 +471,7 @@ class _SdpaCall:
             error = self.refusal(by_math=stock.is_math) or stock.error
         is_corrected = describe_call.is_asked(self.mode) and stock_serves
         choice = stock.corrected if is_corrected else stock.text
-        return Plan(self.text, **fields, error=name_dtypes(error, operands[:3]), stock_choice=choice)
+        return Plan(self.text, **fields, error=error, stock_choice=choice)
 
 
 def _as_hook_gets(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -552,25 +554,6 @@ def _explain_cached(
 def sentences(*texts: str) -> str:
     """Join texts as sentences, each with a period at the end. Empty texts are left out."""
     return " ".join(text if text.endswith(".") else f"{text}." for text in texts if text)
-
-
-def plan_with_dtypes(
-    described: dict[str, float], facts: dict[str, int], mode: int, operands: Sequence[Tensor]
-) -> dict[str, object]:  # fmt: skip
-    """Return the plan of `bindings.plan`, with the dtypes of query, key and value named in the reasons."""
-    kernel_plan = bindings.plan(described, facts, mode)
-    reasons = {name: name_dtypes(text, operands) for name, text in kernel_plan["reasons"].items()}
-    return kernel_plan | {"reasons": reasons}
-
-
-def name_dtypes(text: str, operands: Sequence[Tensor]) -> str:
-    """Return a reason with the names of dtypes that C++ code calls "other"."""
-    if "other" not in text:
-        return text
-    names = [_dtype_name(x) for x in operands]
-    listed = [name if name in bindings.dtypes() else "other" for name in names]
-    text = text.replace("have dtype other,", f"have dtype {names[0]},")
-    return text.replace(f"but have {', '.join(listed)}.", f"but have {', '.join(names)}.")
 
 
 def _name(choice: int) -> str:

@@ -26,7 +26,7 @@ from ..torch_hooks import describe_call
 from . import startup
 from .attention import attention
 from .attention_args import check_out, window_of
-from .backend import DEVICES, SPLITS_SHIFT, Plan, device_name, explain, plan_with_dtypes, sentences
+from .backend import DEVICES, SPLITS_SHIFT, Plan, device_name, explain, sentences
 from .varlen_plan import check_is_plan
 
 _F_SDPA = F.scaled_dot_product_attention
@@ -158,7 +158,7 @@ class _OpRecorder(TorchFunctionMode):
                 plan = _with_copies(replace(plan, backend="stock"), _CONVERTED)
         elif op is namespace.block_sparse_fwd:
             # Gradients exclude decode kernels, which read no mask metadata; block_sparse_ops.cpp does the same.
-            facts = {"mask": 1, "grad": 1, "tall": self.args[4]}
+            facts = {"mask": 1, "grad": 1, "cost_ratio_192": self.args[4]}
             plan = self._of_op(self.args, facts, 0, scale=self.args[5], forced=True)
         else:
             return None
@@ -205,7 +205,7 @@ class _OpRecorder(TorchFunctionMode):
         only = bindings.forced_kernels(mode) if forced else None
         for backend in KERNEL_BACKENDS if only is None else (only,):
             word = BACKENDS.index(backend) | splits << SPLITS_SHIFT
-            kernel_plan = plan_with_dtypes(described, facts, word, args[:3])
+            kernel_plan = bindings.plan(described, facts, word)
             if kernel_plan["backend"] == backend:
                 fields = {name: kernel_plan[name] for name in ("kernel", "splits", "copies", "gradients", "sharing")}
                 is_decode = kernel_plan["kernel"].startswith("decode")

@@ -105,9 +105,9 @@ def explain_varlen(
         return replace(_stocks(call, str(refused)), error=str(refused) if forced else "", stock_choice=stock)
     if not plan.kernel and not forced:
         return replace(_stocks(call, plan.error), reasons=plan.reasons, stock_choice=stock)
-    wrong = verdict["rescue"] and f"{verdict['rescue']} ({verdict['row']})"
+    wrong = verdict["stock_bug"] and f"{verdict['stock_bug']} ({verdict['row']})"
     row = "" if wrong else verdict["row"]
-    return replace(plan, call=call, row=row, rescue=wrong, stock_choice=stock)
+    return replace(plan, call=call, row=row, stock_bug=wrong, stock_choice=stock)
 
 
 def _stocks(call: str, why: str) -> Plan:

@@ -232,8 +232,8 @@ def set_cpu_stub(on: bool | int) -> None:
 def names(vocabulary: str) -> tuple[str, ...]:
     """Return a list of names in C++, in the order of numbers or bits.
 
-    The lists are backends, features, kinds, operands, call facts, number types, schemas of the ops with arguments on
-    stacks, exits of the router, reasons why a family's kernels do not take a call, and obstacles of a mask.
+    The lists are backends, kinds, operands, call facts, number types, schemas of the ops with arguments on stacks,
+    exits of the router, reasons why a family's kernels do not take a call, and obstacles of shapes and of a mask.
     """
     cpp_names: list[str] = []
     while name := text(lambda out, size: lib().flashplug_name(vocabulary.encode(), len(cpp_names), out, size)):
@@ -242,9 +242,9 @@ def names(vocabulary: str) -> tuple[str, ...]:
 
 
 def dtypes() -> dict[str, tuple[int, int]]:
-    """Return the bytes and the DLPack code of each dtype known to C++, in the order of numbers.
+    """Return the bytes and the DLPack code of each dtype in the tables of C++, in the order of numbers.
 
-    The last entry stands for all other dtypes.
+    The last entry, "other", stands for all dtypes without a row.
     """
     bytes_and_codes: dict[str, tuple[int, int]] = {}
     size, code = ints([0]), ints([0])
@@ -287,17 +287,18 @@ def push_rows(
     kernel_rows: Sequence[kernel_table.KernelRow],
     choice_rows: Sequence[dispatch_table.ChoiceRow],
     gate: dispatch_table.Gate,
-    rescue_rows: Sequence[stock_bugs.Rescue] = (),
+    stock_bug_rows: Sequence[stock_bugs.StockBug] = (),
     varlen_rows: Sequence[dispatch_table.VarlenRow] = (),
 ) -> None:
     """Replace the tables in C++."""
     clear_rows()
     tables = {
+        "dtype": table_structs.of_dtypes(),
         "feature": table_structs.of_features(),
         "argument": table_structs.of_arguments(),
         "family": table_structs.of_families(),
         "kernel": (kernel for row in kernel_rows for kernel in table_structs.of_kernels(row)),
-        "rescue": map(table_structs.of_rescue, rescue_rows),
+        "stock_bug": map(table_structs.of_stock_bug, stock_bug_rows),
         "choice": map(table_structs.of_choice, choice_rows),
         "varlen": map(table_structs.of_varlen, varlen_rows),
         "gate": (table_structs.of_gate(gate),),
@@ -359,9 +360,23 @@ def with_operands(
     return dict(zip(problem_facts(), facts, strict=True))
 
 
+@functools.cache
+def _shape_obstacles() -> tuple[str, ...]:
+    return names("shape obstacles")
+
+
+def shape_obstacle(sizes: Sequence[Sequence[int]], enable_gqa: bool) -> str:
+    """Return the first rule of the kernels that the sizes of query, key and value break.
+
+    The result is a name of names("shape obstacles"); "none" if the sizes break no rule.
+    """
+    flat = ints([size for operand in sizes for size in operand])
+    return _shape_obstacles()[lib().flashplug_shape_obstacle(flat, int(enable_gqa))]
+
+
 def shapes_fit(sizes: Sequence[Sequence[int]], enable_gqa: bool) -> bool:
     """Return whether stock neither rejects nor broadcasts the shapes of query, key and value."""
-    return bool(lib().flashplug_shapes_fit(ints([size for operand in sizes for size in operand]), int(enable_gqa)))
+    return shape_obstacle(sizes, enable_gqa) == "none"
 
 
 @functools.cache
@@ -383,6 +398,33 @@ def mask_obstacle(
     size, stride, score = (ints([-1 if x is None else x for x in numbers]) for numbers in (sizes, strides, scores))
     ordered = ints([int(flags[name]) for name in MASK_FLAGS])
     return _mask_obstacles()[lib().flashplug_mask_obstacle(ordered, len(sizes), size, stride, score)]
+
+
+def bias_read(
+    kernel: str,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    address: int,
+    element_bytes: int,
+    scores: Sequence[int],
+) -> tuple[str, tuple[int, ...]]:
+    """Return how a kernel reads a float mask, and the sizes of the copy if the kernel reads a copy.
+
+    Args:
+        kernel: name of the kernel.
+        sizes: sizes of the mask.
+        strides: strides of the mask, in elements.
+        address: address of the mask in bytes.
+        element_bytes: bytes of an element of the mask.
+        scores: sizes (B, Hq, Sq, Sk) of the scores.
+
+    Returns:
+        "in place", "copied" or "repeated" (a copy that repeats the row shared by all queries), and four sizes.
+    """
+    copy = ints([0] * 4)
+    mask = len(sizes), ints(sizes), ints(strides), address, element_bytes
+    number = lib().flashplug_bias_read(kernel.encode(), *mask, ints(scores), copy)
+    return ("in place", "copied", "repeated")[number], tuple(copy)
 
 
 def kind_of_scale(scale: float | None) -> str:
@@ -419,7 +461,7 @@ def plan_text(
     """Return the plan of a call on a device as JSON.
 
     The members are {backend, kernel, splits, cluster, tiles, reasons{}, why{} (names of the reasons), precision,
-    why_not_8bit, gate, row, rescue, copies, sharing, gradients}.
+    why_not_8bit, gate, row, stock_bug, note, copies, sharing, gradients}.
 
     Args:
         problem: facts of problem_facts() and names of the needed features; missing facts have the default values.

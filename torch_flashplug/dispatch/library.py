@@ -65,7 +65,7 @@ def lib() -> ctypes.CDLL:
 _NUMBERS, _REALS, _STRING = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_double), ctypes.c_char_p
 _CALL = (_REALS, _NUMBERS, ctypes.c_int64)  # facts of the call, facts of the device, mode word
 _TEXT = (_STRING, ctypes.c_int)  # a buffer for a text, and the size of the buffer
-_ROW_KINDS = ("family", "kernel", "choice", "rescue", "varlen", "feature", "argument", "gate", "layout")
+_ROW_KINDS = ("dtype", "family", "kernel", "choice", "stock_bug", "varlen", "feature", "argument", "gate", "layout")
 # Types of the arguments of the C functions, for functions whose arguments ctypes cannot infer.
 _ARGUMENT_TYPES: dict[str, tuple[object, ...]] = {
     "hold_error": (ctypes.py_object,),
@@ -76,8 +76,9 @@ _ARGUMENT_TYPES: dict[str, tuple[object, ...]] = {
     "call_fact": (ctypes.c_int, _REALS, *_TEXT),
     "dtype": (ctypes.c_int, _NUMBERS, _NUMBERS, *_TEXT),
     "read_operands": (_NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _REALS),
-    "shapes_fit": (_NUMBERS, ctypes.c_int),
+    "shape_obstacle": (_NUMBERS, ctypes.c_int),
     "mask_obstacle": (_NUMBERS, ctypes.c_int64, _NUMBERS, _NUMBERS, _NUMBERS),
+    "bias_read": (_STRING, ctypes.c_int64, _NUMBERS, _NUMBERS, ctypes.c_int64, ctypes.c_int64, _NUMBERS, _NUMBERS),
     "stock_bug_text": (ctypes.c_int, *_TEXT),
     "scale": (ctypes.c_double,),
     "kernel_missing": _CALL,

@@ -21,20 +21,25 @@ from ..registry.dispatch_table import (
     VARLEN_FACTS,
     VARLEN_KERNELS,
 )
-from ..registry.dtypes import DTYPE_INFO, KERNEL_DTYPES
-from ..registry.kernel_spec import KINDS, LISTED, MAX_CLUSTER_SIZE, TALL
+from ..registry.dtypes import DTYPE_INFO, KERNEL_DTYPES, NAMED_DTYPES
+from ..registry.kernel_spec import KINDS, MAX_CLUSTER_SIZE, SPARSE_BLOCK, SPARSE_BLOCK_M_192
 from ..registry.mask_layout import TILE, TILE_WORDS
-from ..registry.quant_recipes import KEY_ORDER
+from ..registry.quant_recipes import KEY_ORDER, RECIPES, WORKSPACE_ALIGNMENT, precision_number
 from ..registry.stock_bugs import FACTS
 
 if TYPE_CHECKING:
     from ..registry import dispatch_table, kernel_table, stock_bugs
 
-DTYPE_IDS = {name: number for number, name in enumerate(DTYPE_INFO)}  # a dtype without an entry gets the next number
+_DTYPES = DTYPE_INFO | NAMED_DTYPES
+DTYPE_IDS = {name: number for number, name in enumerate(_DTYPES)}  # a dtype without an entry gets the next number
 
 
 def _members(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
+
+
+class DTypeRow(ctypes.Structure):
+    _fields_ = (*_members(c_char_p, "name"), *_members(c_int64, "bytes"), *_members(c_int32, "dlpack"))
 
 
 class FamilyRow(ctypes.Structure):
@@ -63,7 +68,7 @@ class ChoiceRow(ctypes.Structure):
     )
 
 
-class RescueRow(ctypes.Structure):
+class StockBugRow(ctypes.Structure):
     _fields_ = (*_members(c_char_p, "stock evidence"), *_members(c_int64, "facts features"))
 
 
@@ -72,7 +77,10 @@ class VarlenRow(ctypes.Structure):
 
 
 class FeatureRow(ctypes.Structure):
-    _fields_ = _members(c_char_p, "description unsupported_reason")
+    _fields_ = (
+        *_members(c_char_p, "name description unsupported_reason"),
+        *_members(c_int32, "recipe quantizes_values"),
+    )
 
 
 class ArgumentRow(ctypes.Structure):
@@ -90,8 +98,8 @@ class GateRow(ctypes.Structure):
 
 class LayoutRow(ctypes.Structure):
     _fields_ = (
-        *_members(c_int64, "sparse_block tall_sparse_block bitmask_tile bitmask_words"),
-        *_members(c_int64, "key_order max_splits split_unit max_head_dim head_dim_step"),
+        *_members(c_int64, "sparse_block sparse_block_m_192 bitmask_tile bitmask_words"),
+        *_members(c_int64, "key_order max_splits split_unit max_head_dim head_dim_step workspace_alignment"),
     )
 
 
@@ -99,6 +107,10 @@ def _same(structure: type[ctypes.Structure], row: object, **values: object) -> c
     """Return a structure with the equally named attributes of a row, and the members in `values`."""
     names = [name for name, _ in structure._fields_ if name not in values]
     return structure(**{name: getattr(row, name) for name in names}, **values)
+
+
+def of_dtypes() -> Iterator[DTypeRow]:
+    return (DTypeRow(info.torch_name.encode(), info.num_bytes, info.dlpack_code) for info in _DTYPES.values())
 
 
 def of_families() -> Iterator[FamilyRow]:
@@ -148,9 +160,9 @@ def of_choice(row: dispatch_table.ChoiceRow) -> ChoiceRow:
     )
 
 
-def of_rescue(row: stock_bugs.Rescue) -> RescueRow:
+def of_stock_bug(row: stock_bugs.StockBug) -> StockBugRow:
     facts = sum(1 << FACTS.index(fact) for fact in row.facts)
-    return RescueRow(row.stock.encode(), row.evidence.encode(), facts, features.bits(row.features))
+    return StockBugRow(row.stock.encode(), row.evidence.encode(), facts, features.bits(row.features))
 
 
 def of_varlen(row: dispatch_table.VarlenRow) -> VarlenRow:
@@ -160,9 +172,11 @@ def of_varlen(row: dispatch_table.VarlenRow) -> VarlenRow:
 
 
 def of_features() -> Iterator[FeatureRow]:
-    return (
-        FeatureRow(feature.description.encode(), feature.unsupported_reason.encode()) for feature in features.FEATURES
-    )
+    for feature in features.FEATURES:
+        words = (feature.name, feature.description, feature.unsupported_reason)
+        recipe = precision_number(feature.recipe) if feature.recipe else 0
+        quantizes_values = bool(feature.recipe) and RECIPES[feature.recipe].values is not None
+        yield FeatureRow(*(text.encode() for text in words), recipe, quantizes_values)
 
 
 def of_arguments() -> Iterator[ArgumentRow]:
@@ -185,7 +199,8 @@ def of_gate(gate: dispatch_table.Gate) -> GateRow:
 def of_layout() -> LayoutRow:
     """Return the numbers that kernels and C++ share. A tile of the bitmask has one word for each thread."""
     return LayoutRow(
-        sparse_block=LISTED, tall_sparse_block=TALL, bitmask_tile=TILE, bitmask_words=TILE_WORDS,
+        sparse_block=SPARSE_BLOCK, sparse_block_m_192=SPARSE_BLOCK_M_192, bitmask_tile=TILE, bitmask_words=TILE_WORDS,
         key_order=len(KEY_ORDER), max_splits=MAX_SPLITS, split_unit=SPLIT_UNIT,
         max_head_dim=MAX_HEAD_DIM, head_dim_step=HEAD_DIM_STEP,
+        workspace_alignment=WORKSPACE_ALIGNMENT,
     )  # fmt: skip

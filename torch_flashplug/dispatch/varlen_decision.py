@@ -38,8 +38,8 @@ def decide_varlen(facts: Mapping[str, int], cc: int, mode_word: int) -> dict[str
 
     Returns:
         "exit": one of bindings.names("varlen exits"). "stock": the kernel for stock torch. "said": the reason in words.
-        "row": the deciding measurement. "rescue": the deciding bug of stock. "error": the error raised by the call. The
-        last three entries are empty where not applicable.
+        "row": the deciding measurement. "stock_bug": the deciding bug of stock. "error": the error raised by the
+        call. The last three entries are empty where not applicable.
 
     Raises:
         TypeError: a fact is missing or unknown.

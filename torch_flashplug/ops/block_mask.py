@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..deprecation import renamed_attribute
-from ..registry.kernel_spec import LISTED, TALL
+from ..registry.kernel_spec import SPARSE_BLOCK, SPARSE_BLOCK_M_192
 from ..registry.mask_layout import EMPTY, FULL, PARTIAL, STATE_MASK, TILE, TILE_WORDS
 from . import mask_preprocess_reference
 from .bitmask import words
@@ -40,8 +40,8 @@ class PreparedBlockMask(NamedTuple):
     Sq: int
     Sk: int
     gradients: bool  # True if `metadata` has the parts read by backward kernels
-    # Work of tiles of `TALL` query rows over the work of the usual tiles. A block of `TALL` query rows lies in two rows
-    # of usual blocks, and must visit each block visible in either row.
+    # Work of tiles of `SPARSE_BLOCK_M_192` query rows over the work of the usual tiles. A block of so many query rows
+    # lies in two rows of usual blocks, and must visit each block visible in either row.
     cost_ratio_192: float = 1.0
 
     digest = renamed_attribute("PreparedBlockMask", "digest", "metadata")
@@ -246,7 +246,7 @@ class _MaskScores(NamedTuple):
 
 
 def _metadata_of(tiles: Tensor, mask_scores: _MaskScores, gradients: bool) -> tuple[Tensor, float]:
-    """Return the metadata for states (P, M, N) of TILE x TILE tiles, and the relative work of tiles of `TALL` rows."""
+    """Return the metadata for states (P, M, N) of TILE x TILE tiles, and the relative work of tiles of 192 rows."""
     P, M, N = tiles.shape
     has_visible, all_visible = tiles != EMPTY, tiles == FULL
     uncertain = (tiles == PARTIAL) | (all_visible & _crosses(tiles, mask_scores))
@@ -270,8 +270,9 @@ def _metadata_of(tiles: Tensor, mask_scores: _MaskScores, gradients: bool) -> tu
     states = _states(has_visible, all_visible)
     parts = mask_preprocess_reference.of_forwards(states, states, mask_scores.Sq, rows)
     parts += mask_preprocess_reference.of_gradients(states, columns) if gradients else []
+    states_192 = mask_preprocess_reference.tall(states, mask_scores.Sq)
     work = (int((x & STATE_MASK != EMPTY).sum()) * rows for x, rows in
-            ((mask_preprocess_reference.tall(states, mask_scores.Sq), TALL), (states, LISTED)))  # fmt: skip
+            ((states_192, SPARSE_BLOCK_M_192), (states, SPARSE_BLOCK)))  # fmt: skip
     of_tall, of_others = work
     return torch.cat([part.flatten() for part in parts]), of_tall / max(of_others, 1)
 
@@ -284,10 +285,10 @@ def _crosses(tiles: Tensor, mask_scores: _MaskScores) -> Tensor:
 
 
 def _states(has_visible: Tensor, all_visible: Tensor) -> Tensor:
-    """Return the int32 states of LISTED x LISTED blocks from flags of tiles (P, M, N).
+    """Return the int32 states of SPARSE_BLOCK x SPARSE_BLOCK blocks from flags of tiles (P, M, N).
 
     The format is that of `mask_preprocess_reference.states()`."""
-    parts = LISTED // TILE
+    parts = SPARSE_BLOCK // TILE
     M, N = (-(-size // parts) * parts for size in has_visible.shape[1:])
     blocks = []
     for x, rows_beyond in ((has_visible, False), (all_visible, True)):

@@ -3,7 +3,7 @@
 Block-sparse attention is that of FlashAttention (arXiv 2205.14135, section 3.3). The lists are made before the call
 (block_mask.py). This file has the schema, the fake and autograd rules, and the reference math on any device
 (`_block_sparse_math_fwd` and `_block_sparse_math_bwd`, with O(Sq * Sk) memory). The kernels, called in
-src/ops/block_sparse_ops.cpp, are those for bool masks. The argument `cost_ratio_192`, the work of tiles of `TALL` query
+src/ops/block_sparse_ops.cpp, are those for bool masks. The argument `cost_ratio_192`, the work of tiles of 192 query
 rows over the work of the usual tiles, selects the kernel. The backward op takes no gradient of the LSE. Autograd
 computes the gradients of the LSE by two further calls.
 """

@@ -4,7 +4,7 @@
 the bitmask. The code serves calls planned for kernels that the reference math must run in the end. The host waits for
 nothing.
 
-A plane is one (batch, head) pair of the mask. A line is one row of blocks of `LISTED` query rows.
+A plane is one (batch, head) pair of the mask. A line is one row of blocks of `SPARSE_BLOCK` query rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..registry.kernel_spec import LISTED, TALL
+from ..registry.kernel_spec import SPARSE_BLOCK, SPARSE_BLOCK_M_192
 from ..registry.mask_layout import EMPTY, FULL, INDEX_BITS, PARTIAL, STATE_BITS, STATE_MASK, TILE, TILE_WORDS
 from .bitmask import bits, words
 
@@ -30,7 +30,7 @@ def preprocess_mask(mask: Tensor, numbers: int) -> Tensor:
     rows = looked_at(Sq) if mask.stride(2) == 0 else Sq
     planes = mask[:, :, :rows].flatten(0, 1)
     line_states = states(planes)
-    all_states = line_states if rows == Sq else line_states.expand(-1, -(-Sq // LISTED), -1)
+    all_states = line_states if rows == Sq else line_states.expand(-1, -(-Sq // SPARSE_BLOCK), -1)
     parts = of_forwards(line_states, all_states, Sq, words(planes))
     if sum(part.numel() for part in parts) < numbers * len(planes):
         columns = words(planes.mT)
@@ -54,7 +54,7 @@ def of_gradients(all_states: Tensor, columns: Tensor) -> list[Tensor]:
 
 def looked_at(Sq: int) -> int:
     """Return the number of rows preprocessed for a mask that is broadcast over queries."""
-    return min(Sq, LISTED)
+    return min(Sq, SPARSE_BLOCK)
 
 
 def visible_scores(metadata: Tensor, Sq: int, Sk: int) -> Tensor:
@@ -62,7 +62,7 @@ def visible_scores(metadata: Tensor, Sq: int, Sk: int) -> Tensor:
     batches, heads, numbers = metadata.shape
     rows = looked_at(Sq) if numbers == numbers_of(looked_at(Sq), Sq, Sk) else Sq
     of_rows, of_columns = -(-rows // TILE), -(-Sk // TILE) + 1
-    before = batches * heads * (-(-rows // LISTED) * -(-Sk // LISTED) + _lists_of_keys(Sq, Sk))
+    before = batches * heads * (-(-rows // SPARSE_BLOCK) * -(-Sk // SPARSE_BLOCK) + _lists_of_keys(Sq, Sk))
     packed = metadata.flatten()[before : before + batches * heads * of_rows * of_columns * TILE_WORDS]
     mask = bits(packed.view(batches, heads, of_rows, of_columns, TILE_WORDS), rows, Sk)
     return mask if rows == Sq else mask[:, :, :1].expand(-1, -1, Sq, -1)
@@ -70,15 +70,15 @@ def visible_scores(metadata: Tensor, Sq: int, Sk: int) -> Tensor:
 
 def numbers_of(rows: int, Sq: int, Sk: int, *, gradients: bool = True) -> int:
     """Return the size of the metadata of one plane in 32-bit numbers, as src/operands/mask.cpp does."""
-    lines, M, N = (-(-size // LISTED) for size in (rows, Sq, Sk))
+    lines, M, N = (-(-size // SPARSE_BLOCK) for size in (rows, Sq, Sk))
     of_rows, of_columns = (-(-size // TILE) for size in (rows, Sk))
     forward = lines * N + _lists_of_keys(Sq, Sk) + of_rows * (of_columns + 1) * TILE_WORDS
     return forward + (2 * N * (M + 1) + of_columns * (of_rows + 1) * TILE_WORDS + 2 * M * N if gradients else 0)
 
 
 def _lists_of_keys(Sq: int, Sk: int) -> int:
-    """Return the size of the lists of key blocks: partial and full blocks, of `LISTED` and of `TALL` query rows."""
-    return 2 * sum(-(-Sq // rows) for rows in (LISTED, TALL)) * (-(-Sk // LISTED) + 1)
+    """Return the size of the lists of key blocks: partial and full blocks, of 128 and of 192 query rows."""
+    return 2 * sum(-(-Sq // rows) for rows in (SPARSE_BLOCK, SPARSE_BLOCK_M_192)) * (-(-Sk // SPARSE_BLOCK) + 1)
 
 
 def states(planes: Tensor) -> Tensor:
@@ -87,11 +87,11 @@ def states(planes: Tensor) -> Tensor:
     Keys beyond Sk are masked out. Rows beyond Sq do not count.
     """
     P, Sq, Sk = planes.shape
-    tail = (0, -Sk % LISTED, 0, -Sq % LISTED)
+    tail = (0, -Sk % SPARSE_BLOCK, 0, -Sq % SPARSE_BLOCK)
     exists = F.pad(torch.ones(Sq, 1, dtype=torch.bool, device=planes.device), (0, 0, *tail[2:]))
     padded = F.pad(planes, tail)
-    blocks = [x.unflatten(2, (-1, LISTED)).unflatten(1, (-1, LISTED)) for x in (padded, ~padded & exists)]
-    visible, hidden = (x.any(-1) for x in blocks)  # (P, M, LISTED, N)
+    blocks = [x.unflatten(2, (-1, SPARSE_BLOCK)).unflatten(1, (-1, SPARSE_BLOCK)) for x in (padded, ~padded & exists)]
+    visible, hidden = (x.any(-1) for x in blocks)  # (P, M, SPARSE_BLOCK, N)
     return state_of(*visible.unflatten(2, (-1, TILE)).any(3).unbind(2), hidden.any(2))
 
 
@@ -108,15 +108,15 @@ def state_of(upper: Tensor, lower: Tensor, hides_any: Tensor) -> Tensor:
 
 
 def tall(states: Tensor, Sq: int) -> Tensor:
-    """Return the states of blocks of `TALL` query rows, (P, ceil(Sq / TALL), N).
+    """Return the states of blocks of `SPARSE_BLOCK_M_192` query rows, (P, ceil(Sq / SPARSE_BLOCK_M_192), N).
 
-    A block of `TALL` rows lies in two lines. The state is that of the lines if both agree, else `PARTIAL`. The
-    higher bits of a `PARTIAL` state say which parts of `TILE` query rows have visible scores.
+    A block of `SPARSE_BLOCK_M_192` rows lies in two lines. The state is that of the lines if both agree, else
+    `PARTIAL`. The higher bits of a `PARTIAL` state say which parts of `TILE` query rows have visible scores.
     """
-    begin = torch.arange(0, Sq, TALL, device=states.device)
-    first, last = (states[:, (begin + i).clamp(max=Sq - 1) // LISTED] for i in (0, TALL - 1))
+    begin = torch.arange(0, Sq, SPARSE_BLOCK_M_192, device=states.device)
+    first, last = (states[:, (begin + i).clamp(max=Sq - 1) // SPARSE_BLOCK] for i in (0, SPARSE_BLOCK_M_192 - 1))
     upper, lower = (torch.where(state == FULL, 3, state >> STATE_BITS) for state in (first, last))
-    half = (begin % LISTED // TILE).view(-1, 1).to(states.dtype)
+    half = (begin % SPARSE_BLOCK // TILE).view(-1, 1).to(states.dtype)
     masked = PARTIAL | ((upper | lower << 2) >> half & 7) << STATE_BITS
     same = (first & STATE_MASK) == (last & STATE_MASK)
     return torch.where(same & (first & STATE_MASK != PARTIAL), first, masked).int()

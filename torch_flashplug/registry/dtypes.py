@@ -1,13 +1,13 @@
 """Dtypes of tensors and kernels.
 
-A new dtype is a row here and a row of kernels/primitives/dtype.py, with the operations of kernels on the dtype. A dtype
-new to all kernels is also a row of kDTypes in src/core/tensor_facts.h. The module imports only the standard library.
+A new dtype is a row here and a row of kernels/primitives/dtype.py, with the operations of kernels on the dtype. C++
+gets the rows with the other tables. The module imports only the standard library.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,16 +16,33 @@ class DtypeInfo:
 
     torch_name: str  # name of the torch dtype
     num_bytes: int
+    # DLDataTypeCode of DLPack, with which the launcher describes a tensor. Not a part of the text of a row, because
+    # fingerprints of kernels contain the text (fingerprint.py), and the name determines the code.
+    dlpack_code: int = field(repr=False)
 
 
-# All known dtypes. kDTypes of src/core/tensor_facts.h mirrors the table, and test_call_facts compares both.
+_INT, _UINT, _FLOAT, _COMPLEX, _BOOL = 0, 1, 2, 5, 6  # codes of DLPack
+# Dtypes of tensors that kernels read or write. The first row is the default of a call described by facts.
 DTYPE_INFO = {
-    "bf16": DtypeInfo("bfloat16", 2),
-    "fp16": DtypeInfo("float16", 2),
-    "fp32": DtypeInfo("float32", 4),
-    "int8": DtypeInfo("int8", 1),
-    "e4m3": DtypeInfo("float8_e4m3fn", 1),
-    "e5m2": DtypeInfo("float8_e5m2", 1),
+    "bf16": DtypeInfo("bfloat16", 2, 4),
+    "fp16": DtypeInfo("float16", 2, _FLOAT),
+    "fp32": DtypeInfo("float32", 4, _FLOAT),
+    "int8": DtypeInfo("int8", 1, _INT),
+    "e4m3": DtypeInfo("float8_e4m3fn", 1, 10),
+    "e5m2": DtypeInfo("float8_e5m2", 1, 12),
+}
+# Further dtypes, which no kernel takes. Messages name them.
+NAMED_DTYPES = {
+    info.torch_name: info
+    for info in (
+        DtypeInfo("float64", 8, _FLOAT),
+        *(DtypeInfo(f"int{8 * num_bytes}", num_bytes, _INT) for num_bytes in (2, 4, 8)),
+        *(DtypeInfo(f"uint{8 * num_bytes}", num_bytes, _UINT) for num_bytes in (1, 2, 4, 8)),
+        *(DtypeInfo(f"complex{8 * num_bytes}", num_bytes, _COMPLEX) for num_bytes in (4, 8, 16)),
+        DtypeInfo("bool", 1, _BOOL),
+        DtypeInfo("float8_e4m3fnuz", 1, 11),
+        DtypeInfo("float8_e5m2fnuz", 1, 13),
+    )
 }
 
 

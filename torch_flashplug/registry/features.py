@@ -1,8 +1,8 @@
 """The list of features: everything beyond softmax(Q K^T) V that a call may need and a kernel may support.
 
-A new feature is an entry here, a row of src/core/call_facts.h (the reader of calls), and the code of the kernels. The
-presence of a feature selects a kernel. Values, such as a probability or a softcap, are kernel arguments. The module
-imports only the standard library.
+A new feature is an entry here and the code of the kernels. If the arguments of a call show the feature, the feature has
+a reader in src/core/call_facts.h, too. The presence of a feature selects a kernel. Values, such as a probability or a
+softcap, are kernel arguments. The module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Feature:
         return {"decode": self.decode_class_path, "detbwd": self.detbwd_class_path}.get(kind) or self.class_path
 
 
+# Features with a reader come first, in the order of kFeatureReaders (src/core/call_facts.h). C++ checks the order.
 FEATURES = (
     Feature(
         "causal", "causal", "causal",
@@ -89,15 +90,6 @@ FEATURES = (
         "dropout_p={dropout_p} is given, but the kernels of this backend have no dropout. Pass dropout_p=0.",
         arguments=("seed", "dropout_p"), class_path="dropout.DropoutFeature",
     ),
-    *(
-        Feature(
-            name, name, f"with precision {name}",
-            f"precision={name!r} is requested, but the kernels of this backend multiply in 16 bits.",
-            arguments=("quant_workspace",), class_path=f"quantized_qkv.{class_name}", is_unconditional=True,
-            recipe=name,
-        )
-        for name, class_name in (("qk8", "Int8ScoresFeature"), ("8bit", "Int8Feature"), ("e4m3", "E4m3Feature"))
-    ),
     Feature(
         "cache8", "cache8", "with 8-bit key and value",
         "key and value have 8 bits and scales, but the kernels of this backend support neither. Dequantize key and "
@@ -111,6 +103,16 @@ FEATURES = (
         "contiguous rows. Gather the rows first.",
         arguments=("block_table", "seqused_k", "split_size"), decode_class_path="paged_kv.PagedKvFeature",
         is_unconditional=True,
+    ),
+    # Features without a reader: a mode requests a recipe.
+    *(
+        Feature(
+            name, name, f"with precision {name}",
+            f"precision={name!r} is requested, but the kernels of this backend multiply in 16 bits.",
+            arguments=("quant_workspace",), class_path=f"quantized_qkv.{class_name}", is_unconditional=True,
+            recipe=name,
+        )
+        for name, class_name in (("qk8", "Int8ScoresFeature"), ("8bit", "Int8Feature"), ("e4m3", "E4m3Feature"))
     ),
 )  # fmt: skip
 NAMES = tuple(feature.name for feature in FEATURES)

@@ -25,7 +25,7 @@ KINDS = ("fwd", "bwd", "detbwd", "partbwd", "decode", "dbias", "tilebwd")
 FEATURE_TAGS = tuple(features.TAGS)
 
 WARP, WARPGROUP = 32, 128  # threads
-SLAB = 16  # rows of an mma.sync, and rows of a warp in a wgmma
+MMA_ATOM_M = 16  # rows of an mma.sync, and rows of a warp in a wgmma
 FP32_BYTES = 4
 SMEM_BYTES = {80: 166912, 90: 232448}  # usable shared memory of one CTA, by architecture
 SMEM_RESERVED = 1024  # further shared memory that every CTA takes
@@ -38,10 +38,11 @@ BACKWARD_TILE = (64, 128)  # tile_m, tile_n: preprocess and postprocess of the b
 SPLIT_BACKWARD_TILE = (64, 64)  # tile of a split backward, and of a backward with four warps for the columns of 32 keys
 SINGLE_TILE = (64, 64)  # tile of a single-tile backward: the largest numbers of queries and keys of a sequence
 BIAS_TILES = ((128, 64), (128, 128))  # tiles of dbias
-LISTED, SHARE = 128, 64  # block-sparse lists: rows and keys of a block; keys in a unit of the accumulation order
+SPARSE_BLOCK = 128  # block-sparse lists: rows and keys of a block
+ORDER_BLOCK_N = 64  # block-sparse lists: keys in a unit of the accumulation order
 # Query rows of a block in the second set of block-sparse lists. Tiles of 192 rows use the set, because 192 is no
-# divisor of LISTED.
-TALL = 192
+# divisor of SPARSE_BLOCK.
+SPARSE_BLOCK_M_192 = 192
 
 # Hopper
 ROWS_PER_WARPGROUP = 64  # rows of a wgmma
@@ -178,12 +179,12 @@ class KernelSpec:
 
         With block-sparse lists, kernels visit all parts of a listed block, also parts behind the last row.
         """
-        return LISTED if features.uses_block_lists(self.features) else self.tile_m
+        return SPARSE_BLOCK if features.uses_block_lists(self.features) else self.tile_m
 
     @property
     def listed_rows(self) -> int:
         """Number of query rows of the blocks in the block-sparse lists of the kernel."""
-        return TALL if self.kind == "fwd" and self.tile_m == TALL else LISTED
+        return SPARSE_BLOCK_M_192 if self.kind == "fwd" and self.tile_m == SPARSE_BLOCK_M_192 else SPARSE_BLOCK
 
     @property
     def ctas_per_sm(self) -> int:
@@ -235,10 +236,12 @@ class KernelSpec:
             illegal = (
                 f"features {self.mask}; a {self.kind} of sm_{self.arch} must have {' or '.join(tags)} (features.py)"
             )
-        in_blocks = self.listed_rows % self.tile_m == 0 and LISTED % self.tile_n == 0
+        in_blocks = self.listed_rows % self.tile_m == 0 and SPARSE_BLOCK % self.tile_n == 0
         if illegal is None and features.uses_block_lists(self.features) and not in_blocks:
-            tall = f", or {TALL} rows" * (self.kind == "fwd")
-            illegal = f"tile {self.tile_m}x{self.tile_n}; with {self.mask}, use divisors of {LISTED} for both{tall}"
+            tall = f", or {SPARSE_BLOCK_M_192} rows" * (self.kind == "fwd")
+            illegal = (
+                f"tile {self.tile_m}x{self.tile_n}; with {self.mask}, use divisors of {SPARSE_BLOCK} for both{tall}"
+            )
         if illegal is not None:
             return f"{self.name()}: {illegal}"
         need, limit = self.smem_bytes(), SMEM_BYTES[self.arch]
@@ -363,7 +366,7 @@ class HopperSpec(KernelSpec):
 
     def _dq_unit_bytes(self) -> int:
         """Return the bytes of a unit of dQ in the workspace: the rows of a warp, the columns of a warpgroup."""
-        return SLAB * self.d // BACKWARD_WARPGROUPS * FP32_BYTES
+        return MMA_ATOM_M * self.d // BACKWARD_WARPGROUPS * FP32_BYTES
 
     def _bwd_bytes(self) -> int:
         """Return the bytes of a backward without the units in flight for dQ writers."""
@@ -466,13 +469,13 @@ class AmpereSpec(KernelSpec):
     @property
     def teams(self) -> int:
         """Number of parts of a key block in a decode. Each part has separate warps for all rows; 4 warps in all."""
-        return WARPGROUP // (self.tile_m // SLAB * WARP) if self.is_decode else 1
+        return WARPGROUP // (self.tile_m // MMA_ATOM_M * WARP) if self.is_decode else 1
 
     @property
     def threads(self) -> int:
         if self.is_backward:
             return self.tile_n * self.column_parts
-        return self.tile_m // (SLAB * self.slabs) * WARP * self.teams
+        return self.tile_m // (MMA_ATOM_M * self.slabs) * WARP * self.teams
 
     def smem_bytes(self) -> int:
         return self.operand_bytes() + self.has_stage_smem * self._stage_bytes(self.tile_m, self.tile_n)
@@ -515,11 +518,11 @@ class AmpereSpec(KernelSpec):
             return self._illegal_backward()
         tile, dims = f"tile {self.tile_m}x{self.tile_n}", f"head dims ({self.d}, {self.dv}), stages={self.stages}"
         if self.is_decode:
-            if self.tile_m not in (SLAB, ROWS_PER_WARPGROUP) or self.tile_n not in (64, 128):
+            if self.tile_m not in (MMA_ATOM_M, ROWS_PER_WARPGROUP) or self.tile_n not in (64, 128):
                 return f"{tile}; use 16 or 64 rows, and 64 or 128 keys"
             if self.d % 64 or self.dv % 64 or not 1 <= self.stages <= 4:
                 return f"{dims}; use multiples of 64, and 1 to 4 stages"
-        elif self.tile_m not in (64, 128) or self.tile_n % SLAB or not SLAB <= self.tile_n <= 128:
+        elif self.tile_m not in (64, 128) or self.tile_n % MMA_ATOM_M or not MMA_ATOM_M <= self.tile_n <= 128:
             return f"{tile}; use 64 or 128 rows, and 16 to 128 keys in steps of 16"
         elif self.d % 32 or self.dv % 32 or self.stages != 1:
             return f"{dims}; use multiples of 32, and 1 stage: K and V are loaded in turn, each while the other is used"

@@ -13,6 +13,6 @@ EMPTY, PARTIAL, FULL = range(3)
 # Bits of a state for `EMPTY`, `PARTIAL` or `FULL`, and the number of these bits. The higher bits of a `PARTIAL` state
 # say which parts of `TILE` rows have visible scores.
 STATE_MASK, STATE_BITS = 3, 2
-# Bits of a block's index in a list of blocks of `TALL` query rows. The higher bits say which of the three parts of
-# `TILE` rows have visible scores.
+# Bits of a block's index in a list of blocks of `SPARSE_BLOCK_M_192` query rows. The higher bits say which of the three
+# parts of `TILE` rows have visible scores.
 INDEX_BITS = 28

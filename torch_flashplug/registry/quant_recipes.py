@@ -1,8 +1,7 @@
 """Recipes of 8-bit attention: the number formats of scores and values, and constants shared by writers and readers.
 
 The functions for quantization (quantize_reference.py) and the kernels agree on the constants. A new recipe is one row
-of
-`RECIPES`. Standard library only.
+of `RECIPES`, and a feature (features.py) with the code of the kernels. Standard library only.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ SIGN_BITS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F3
 # left operand of a product of 8-bit numbers needs four consecutive numbers for a thread (PTX ISA, fragments of wgmma's
 # m64nNk32).
 KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+WORKSPACE_ALIGNMENT = 128  # alignment in bytes of every tensor in the workspace of quantized operands
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,12 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ..dispatch import bindings
 from ..dispatch.table_structs import DTYPE_IDS
 from ..ops import sdpa
-from ..registry.dtypes import DTYPE_INFO
-from ..registry.kernel_spec import ROWS_PER_WARPGROUP
+from ..registry.dtypes import DTYPE_INFO, NAMED_DTYPES
 
 DTYPES = {name: getattr(torch, info.torch_name) for name, info in DTYPE_INFO.items()}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_OTHER_DTYPE = len(DTYPE_IDS)
+# The number of each dtype in the tables of C++; any other dtype has the next number.
+_DTYPE_IDS = {getattr(torch, info.torch_name): DTYPE_IDS[name] for name, info in (DTYPE_INFO | NAMED_DTYPES).items()}
+_OTHER_DTYPE = len(_DTYPE_IDS)
 _CORRECTED_CHOICE = sdpa.namespace._corrected_choice.default
 _AT_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 # Computed at import, so that tracing is_autocast() does not trace is_autocast_available().
@@ -219,8 +219,9 @@ def outside_dispatcher(
             "sizes depend on data: in a traced graph, the op decides at run time, if kernels support such calls (calls "
             "with a bool attn_mask only if a backend is forced); otherwise stock attention serves this call"
         )
-    if not bindings.shapes_fit(sizes, enable_gqa):
-        return f"{_shape_obstacle(*sizes, enable_gqa)}; stock attention decides"
+    obstacle = shape_obstacle(*sizes, enable_gqa)
+    if obstacle is not None:
+        return f"{obstacle}; stock attention decides"
     obstacle = None if attn_mask is None else misfit(query, key, attn_mask)
     if obstacle is not None:
         return f"{obstacle}; stock attention decides"
@@ -234,22 +235,27 @@ def outside_dispatcher(
     return None
 
 
-def _shape_obstacle(query: Sequence[int], key: Sequence[int], value: Sequence[int], enable_gqa: bool) -> str:
-    """Return which sizes of a 4-dim call do not fit the kernels.
+def shape_obstacle(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], enable_gqa: bool
+) -> str | None:  # fmt: skip
+    """Return why kernels do not support the sizes of a 4-dim call; None if kernels support the sizes.
 
-    The rules are those of `shapes_fit` in src/core/call_facts.cpp.
+    The rules are in src/core/call_facts.cpp.
     """
-    if len({query[0], key[0], value[0]}) > 1:
+    obstacle = bindings.shape_obstacle((query, key, value), enable_gqa)
+    if obstacle == "batch":
         return f"the kernels need equal batch sizes, but got {query[0]}, {key[0]} and {value[0]}"
-    if query[3] != key[3]:
+    if obstacle == "head dim":
         return f"the kernels need equal head dims of query and key, but got {query[3]} and {key[3]}"
-    if key[1] != value[1]:
+    if obstacle == "value heads":
         return f"the kernels need as many heads of value as of key, but got {value[1]} and {key[1]}"
-    if key[2] != value[2]:
+    if obstacle == "value rows":
         return f"the kernels need as many rows of value as of key, but got {value[2]} and {key[2]}"
-    if enable_gqa:
+    if obstacle == "groups":
         return f"the key heads must divide the query heads, but got {key[1]} and {query[1]}"
-    return f"query and key must have as many heads without enable_gqa=True, but got {query[1]} and {key[1]}"
+    if obstacle == "heads":
+        return f"query and key must have as many heads without enable_gqa=True, but got {query[1]} and {key[1]}"
+    return None
 
 
 def refusal(
@@ -322,7 +328,7 @@ def describe(
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     for letter, tensor in zip("qkv", operands):
-        problem[f"dtype_{letter}"] = DTYPE_IDS.get(_NAMES.get(tensor.dtype, ""), _OTHER_DTYPE)
+        problem[f"dtype_{letter}"] = _DTYPE_IDS.get(tensor.dtype, _OTHER_DTYPE)
     return bindings.with_operands(
         problem,
         [hints(tensor.shape) for tensor in operands],
@@ -340,35 +346,32 @@ def _is_wide(mask: Tensor, query: Tensor) -> bool:
     return mask.dtype == torch.float32 and query.dtype != torch.float32
 
 
-def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, few: bool, hopper: bool) -> str:
-    """Return a text that describes how kernels read a supported float mask (src/operands/bias.cpp).
+def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, kernel: str) -> str:
+    """Return a text that describes how a kernel reads a supported float mask.
+
+    The rules are in src/operands/bias.cpp.
 
     Args:
         query: queries of the call.
         key: keys of the call.
         mask: the float mask.
-        few: whether the kernel is a decode kernel.
-        hopper: whether the kernel is written for Hopper, and so reads rows that start at any address.
+        kernel: name of the kernel.
     """
-    sizes = (*hints(query.shape[:3]), *hints(key.shape[2:3]))
-    missing, unit = 4 - mask.dim(), 16 // mask.element_size()
-    dims = [(1, 0)] * missing + list(zip(hints(mask.shape), hints(mask.stride())))
-    strides = [0 if size == 1 else stride for size, stride in dims]
-    aligned = _address(mask) % 16 == 0 and all(stride % unit == 0 for stride in strides[:3])
-    shared = not few and strides[2] == 0 and sizes[2] > ROWS_PER_WARPGROUP
-    repeats, anywhere = shared and not hopper, hopper and not shared
+    scores = (*hints(query.shape[:3]), *hints(key.shape[2:3]))
+    layout = hints(mask.shape), hints(mask.stride()), _address(mask), mask.element_size()
+    how, copy = bindings.bias_read(kernel, *layout, scores)
     dtype_and_shape = f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}, "
-    if (aligned or anywhere) and not repeats and (strides[3] == 1 or sizes[3] == 1):
+    if how == "in place":
         return f"{dtype_and_shape}read in place, without a copy"
-    rows = math.prod(size for size, stride in zip(sizes[:3], strides) if stride != 0)
-    copied = rows * (ROWS_PER_WARPGROUP if repeats else 1) * -(-sizes[3] // unit) * 16
-    if repeats:
-        why = f"the same for all queries, repeated to {ROWS_PER_WARPGROUP} rows"
+    unit = 16 // mask.element_size()
+    num_bytes = math.prod(copy[:3]) * -(-copy[3] // unit) * 16
+    if how == "repeated":
+        why = f"the same for all queries, repeated to {copy[2]} rows"
     elif _address(mask) % 16:
         why = f"strides {list(mask.stride())}, address not a multiple of 16 bytes"
     else:
         why = f"strides {list(mask.stride())}"
-    return f"{dtype_and_shape}{why}: first copied to rows of a multiple of 16 bytes, {copied / 1e6:.1f} MB"
+    return f"{dtype_and_shape}{why}: first copied to rows of a multiple of 16 bytes, {num_bytes / 1e6:.1f} MB"
 
 
 def is_asked(mode: int) -> bool:

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...registry.kernel_spec import SLAB, WARP
+from ...registry.kernel_spec import MMA_ATOM_M, WARP
 from ..score_stages.bias_read import DirectBias, RowBias, allocate_rows, starts_of
 from ..score_stages.natural_units import add
 from ..score_stages.pipeline import ScoreCoord, ScorePipeline, ScoreStage
@@ -63,7 +63,7 @@ class DecodeDirectBias(DirectBias):
             coord: coordinate of the first row of the tile. The head is the first head of the tile. Results of rows
                 beyond the last row are discarded.
         """
-        row, (_, heads, Sq, _) = coord.row + cute.arch.thread_idx()[0] // WARP * SLAB, self.bias.shape
+        row, (_, heads, Sq, _) = coord.row + cute.arch.thread_idx()[0] // WARP * MMA_ATOM_M, self.bias.shape
         row = row + cute.arch.lane_idx() // 4
         lines = []
         for r in range(2):

@@ -18,7 +18,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Boolean, Float32, Int32, Uint16
 
-from ...registry.kernel_spec import SLAB, WARP
+from ...registry.kernel_spec import MMA_ATOM_M, WARP
 from ..preprocess.mask import BEFORE, BEHIND, BYTES, bits_of_words, bytes_at, offset_of
 from ..primitives.fragments import column_of
 from ..primitives.vector_access import vector_at
@@ -344,12 +344,12 @@ class DecodeMaskStage(ScoreStage):
     @cute.jit
     def fetch(self, block: Int32, vectors: cutlass.Constexpr[bool]):
         lane = cute.arch.lane_idx()
-        row = self.coord.row + cute.arch.thread_idx()[0] // WARP * SLAB + lane // LANES_PER_BLOCK
+        row = self.coord.row + cute.arch.thread_idx()[0] // WARP * MMA_ATOM_M + lane // LANES_PER_BLOCK
         for part in cutlass.range_constexpr(cute.size(self.mask_words, mode=[2])):
             key = block * self.coord.block_columns + part * 2 * WARP + lane % LANES_PER_BLOCK * BYTES
             self.mask_row(row).load(key, self.mask_words[None, 0, part], vectors)
             if not one_for_all(self.mask):
-                self.mask_row(row + SLAB // 2).load(key, self.mask_words[None, 1, part], vectors)
+                self.mask_row(row + MMA_ATOM_M // 2).load(key, self.mask_words[None, 1, part], vectors)
 
     @cute.jit
     def words(self, r: int, part: int) -> tuple[Int32, Int32]:

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Int32
 
-from ...registry.kernel_spec import SLAB, WARP, WARPGROUP
+from ...registry.kernel_spec import MMA_ATOM_M, WARP, WARPGROUP
 from ..score_stages.pipeline import ScoreCoord, ScoreStage
 from ..score_stages.sliding_window import SlidingWindowStage, WindowOfKeys
 from ..tiling.block_iterator import SplitKvRange
@@ -105,7 +105,7 @@ class DecodeWindowStage(SlidingWindowStage):
             coord: coordinate of the first row of the tile.
         """
         warps = WARPGROUP // WARP * self.columns // coord.block_columns
-        row = coord.row + cute.arch.warp_idx() % warps * SLAB + cute.arch.lane_idx() // 4
+        row = coord.row + cute.arch.warp_idx() % warps * MMA_ATOM_M + cute.arch.lane_idx() // 4
         return DecodeWindowQueries(self.window.reach(coord.sizes), replace(coord, row=row))
 
 

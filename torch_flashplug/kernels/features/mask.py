@@ -9,7 +9,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 
-from ...registry.kernel_spec import TALL
+from ...registry.kernel_spec import SPARSE_BLOCK_M_192
 from ..preprocess.mask import AccumulationRanks, MaskMetadata, MaskPreprocess
 from ..score_stages.bitmask import BlockSparseBitmaskStage
 from ..score_stages.pipeline import ScoreStage
@@ -27,13 +27,13 @@ class MaskFeature(KernelFeatures):
     def launch_preprocess(self, call: object, stream: cuda.CUstream):
         """Launch mask preprocessing. A mask without elements was preprocessed earlier."""
         if call.mask.shape[3] > 0:
-            MaskPreprocess(tall=self.listed_rows == TALL)(call.mask, mask_metadata(call), stream)
+            MaskPreprocess(tall=self.listed_rows == SPARSE_BLOCK_M_192)(call.mask, mask_metadata(call), stream)
         if cutlass.const_expr(self.ordered):
             AccumulationRanks()(mask_metadata(call), stream)
 
     def block_iterator(self, call: object) -> BlockSparseIterator:
         lists = mask_metadata(call).lists(self.transposed, self.ordered, self.listed_rows)
-        iterator_class = BlockSparse192Iterator if self.listed_rows == TALL else BlockSparseIterator
+        iterator_class = BlockSparse192Iterator if self.listed_rows == SPARSE_BLOCK_M_192 else BlockSparseIterator
         return iterator_class(lists, lists)  # a kernel visits blocks in a single direction
 
     def masking_stage(self, call: object) -> ScoreStage:

@@ -24,7 +24,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.base_dsl import Arch
 
 from ...registry.dtypes import KERNEL_DTYPES
-from ...registry.kernel_spec import SLAB, WARP, KernelSpec
+from ...registry.kernel_spec import MMA_ATOM_M, WARP, KernelSpec
 from ...registry.quant_recipes import SIGN_BITS
 from ..decode.kv_load import K, KvLoader, KvScaleLoader, V
 from ..primitives import dtype as dsl_dtypes
@@ -238,7 +238,7 @@ class DequantizedFragment:
         for column in range(0, right.tile.columns, sm80.PAIR):
             for unit, left_fragment in enumerate(lefts):
                 left.fetch(0, 2 * column + GROUP * unit, left_fragment)
-            for row in range(0, cute.size(acc) * 2, SLAB):
+            for row in range(0, cute.size(acc) * 2, MMA_ATOM_M):
                 right.fetch(row, column, fetched)
                 for unit, left_fragment in enumerate(lefts):
                     for half in range(2):  # eight keys per half

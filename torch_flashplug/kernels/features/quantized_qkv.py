@@ -7,14 +7,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint8
 
-from ...registry.quant_recipes import KEY_ORDER, PROB_SCALE_LOG2, RECIPES, Recipe
+from ...registry.quant_recipes import KEY_ORDER, PROB_SCALE_LOG2, RECIPES, WORKSPACE_ALIGNMENT, Recipe
 from ..mainloop.scaled_softmax import IntegerScaling, Scaling
 from ..preprocess.quantize import Quantize, QuantizedOperands
 from ..primitives.dtype import EIGHT_BITS, Element, QuantizedElement
 from .base import KernelFeatures, ProductOperands
 
 STEEP = {"int8": 16.0, "e4m3": 0.25}  # `Scaling.steep`, up to D 256
-ALIGNED = 128  # alignment in bytes of every tensor in the workspace
 
 
 class QuantizedQkv(KernelFeatures):
@@ -95,7 +94,7 @@ class QuantWorkspace:
             if dtype.width == 8:
                 stride = cute.assume(Int64(stride), divby=16)
         pointer = cute.make_ptr(dtype, self.start + self.used_bytes, cute.AddressSpace.gmem, assumed_align=16)
-        self.used_bytes += cute.round_up(stride * (dtype.width // 8), ALIGNED)
+        self.used_bytes += cute.round_up(stride * (dtype.width // 8), WORKSPACE_ALIGNMENT)
         return cute.make_tensor(pointer, cute.make_layout(shape, stride=tuple(strides)))
 
 

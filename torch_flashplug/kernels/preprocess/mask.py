@@ -5,11 +5,12 @@ blocks. Two small kernels on the device do the conversion. No step waits for the
 mask contents of each replay.
 
 The mask is (B or 1, Hq or 1, rows, Sk) of any strides, with stride 0 for broadcast dimensions. Each plane is converted
-once. `rows` is Sq, or min(Sq, LISTED) for a mask with equal rows for all queries. States and bitmask then cover only
-these rows, while the lists cover all query rows.
+once. `rows` is Sq, or min(Sq, SPARSE_BLOCK) for a mask with equal rows for all queries. States and bitmask then cover
+only these rows, while the lists cover all query rows.
 
-Tiles of TALL queries have separate lists, for blocks of TALL rows that overlap two block rows of LISTED queries. The
-metadata always has space for these lists, but only kernels with such tiles fill the space.
+Tiles of SPARSE_BLOCK_M_192 queries have separate lists, for blocks of SPARSE_BLOCK_M_192 rows. Such a block overlaps
+two block rows of SPARSE_BLOCK queries. The metadata always has space for these lists, but only kernels
+with such tiles fill the space.
 
 All metadata lies in a single array of 32-bit values, (B or 1, Hq or 1, metadata_size()), ordered by section and then by
 plane. The data for gradients is created only if the array has space for it.
@@ -26,7 +27,15 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Int32, Int64, Uint16
 
-from ...registry.kernel_spec import LISTED, ROWS_PER_WARPGROUP, SHARE, SLAB, TALL, WARP, WARPGROUP
+from ...registry.kernel_spec import (
+    MMA_ATOM_M,
+    ORDER_BLOCK_N,
+    ROWS_PER_WARPGROUP,
+    SPARSE_BLOCK,
+    SPARSE_BLOCK_M_192,
+    WARP,
+    WARPGROUP,
+)
 from ...registry.mask_layout import (
     EMPTY,
     FULL,
@@ -43,18 +52,20 @@ from ..primitives.vector_access import vector_at
 from ..score_stages.bitmask import shifted
 from ..tiling.block_sparse import BlockSparseLists
 
-TILES = LISTED // TILE
+TILES = SPARSE_BLOCK // TILE
 WARPS = WARPGROUP // WARP  # warps of a CTA, equal to the 32-bit words in a row of a block
 PITCH = WARPS + 1  # words from row to row in shared memory, chosen so that consecutive rows begin in different banks
 BYTES = 16  # bytes of a vector
 BEFORE, BEHIND = 3, 4  # extra bytes read before and behind 16 unaligned bytes
-PER_ROW = LISTED // BYTES
+PER_ROW = SPARSE_BLOCK // BYTES
 
 
 def metadata_size(rows: int | Int32, Sq: int | Int32, Sk: int | Int32, *, gradients: bool) -> int | Int32:
     """Return the number of 32-bit values in the metadata of a plane. src/operands/mask.cpp computes the same number."""
-    lines, M, N = ((size + LISTED - 1) // LISTED for size in (rows, Sq, Sk))
-    of_rows, of_columns, tall = ((size + unit - 1) // unit for size, unit in ((rows, TILE), (Sk, TILE), (Sq, TALL)))
+    lines, M, N = ((size + SPARSE_BLOCK - 1) // SPARSE_BLOCK for size in (rows, Sq, Sk))
+    of_rows, of_columns, tall = (
+        (size + unit - 1) // unit for size, unit in ((rows, TILE), (Sk, TILE), (Sq, SPARSE_BLOCK_M_192))
+    )
     count = lines * N + 2 * (M + tall) * (N + 1) + of_rows * (of_columns + 1) * TILE_WORDS
     if gradients:
         count += 2 * (N + M * N) + of_columns * (of_rows + 1) * TILE_WORDS + 2 * M * N
@@ -85,17 +96,17 @@ class MaskMetadata:
     @property
     def blocks(self) -> tuple[Int32, Int32]:
         """Numbers of block rows and block columns of a plane."""
-        return tuple(cute.ceil_div(size, LISTED) for size in self.sizes[1:])
+        return tuple(cute.ceil_div(size, SPARSE_BLOCK) for size in self.sizes[1:])
 
     @property
     def tall(self) -> Int32:
-        """Number of rows of TALL blocks of a plane."""
-        return cute.ceil_div(self.sizes[1], TALL)
+        """Number of rows of SPARSE_BLOCK_M_192 blocks of a plane."""
+        return cute.ceil_div(self.sizes[1], SPARSE_BLOCK_M_192)
 
     @property
     def lines(self) -> Int32:
         """Number of block rows with separate states. Later block rows have the state of the last of these rows."""
-        return cute.ceil_div(self.rows, LISTED)
+        return cute.ceil_div(self.rows, SPARSE_BLOCK)
 
     @property
     def tiles(self) -> tuple[Int32, Int32]:
@@ -106,8 +117,8 @@ class MaskMetadata:
         """Return the offsets of all sections.
 
         Returns:
-            The offsets of the states, the key lists, the key lists of TALL blocks, the bitmask by rows, the query
-                lists, the bitmask by columns, and the accumulation ranks.
+            The offsets of the states, the key lists, the key lists of SPARSE_BLOCK_M_192 blocks, the bitmask by rows,
+                the query lists, the bitmask by columns, and the accumulation ranks.
         """
         (M, N), (rows, columns), planes = self.blocks, self.tiles, Int64(self.sizes[0])
         lengths = (
@@ -124,16 +135,18 @@ class MaskMetadata:
     def words(self, transposed: bool) -> cute.Tensor:
         return self.vector(5 if transposed else 3)
 
-    def lists(self, transposed: bool, ordered: bool = False, listed_rows: int = LISTED) -> BlockSparseLists:
+    def lists(self, transposed: bool, ordered: bool = False, listed_rows: int = SPARSE_BLOCK) -> BlockSparseLists:
         """Return the block-sparse lists.
 
         Args:
             transposed: lists of query blocks for each KV block, instead of KV blocks for each query block.
             ordered: include the accumulation ranks.
-            listed_rows: query rows of a block (LISTED or TALL).
+            listed_rows: query rows of a block (SPARSE_BLOCK or SPARSE_BLOCK_M_192).
         """
         M, N = self.blocks
-        section, lines, capacity = (4, N, M) if transposed else (2, self.tall, N) if listed_rows == TALL else (1, M, N)
+        section, lines, capacity = (
+            (4, N, M) if transposed else (2, self.tall, N) if listed_rows == SPARSE_BLOCK_M_192 else (1, M, N)
+        )
         (*_, ranks), start, R = self.offsets(), self.start + self.offsets()[section], self.sizes[0] * lines
         counts, index = cute.make_layout(R), cute.make_layout((R, capacity), stride=(capacity, 1))
         partial = cute.make_tensor(start, counts), cute.make_tensor(start + 2 * R, index)
@@ -153,14 +166,14 @@ class MaskMetadata:
 class MaskPreprocess:
     """Launcher of mask preprocessing: a kernel with a CTA per block of each plane, then a kernel with a warp per list.
 
-    `tall` also creates the lists of TALL blocks.
+    `tall` also creates the lists of SPARSE_BLOCK_M_192 blocks.
     """
 
     def __init__(self, *, tall: bool):
         self.tall = tall
 
     def tall_lists(self, metadata: MaskMetadata) -> Int32:
-        """Return the number of TALL lists of a plane."""
+        """Return the number of SPARSE_BLOCK_M_192 lists of a plane."""
         return metadata.tall if self.tall else Int32(0)
 
     @cute.jit
@@ -175,7 +188,7 @@ class MaskPreprocess:
     def pack(self, mask: cute.Tensor, metadata: MaskMetadata):
         """Store the bitmask and the state of a block. Each CTA handles a block."""
         smem = cutlass.memory.SmemAllocator()
-        matrix = cute.make_layout((LISTED, WARPS), stride=(PITCH, 1))
+        matrix = cute.make_layout((SPARSE_BLOCK, WARPS), stride=(PITCH, 1))
         bits, transposed_bits = (smem.allocate_tensor(Int32, matrix, 16) for _ in range(2))
         flags = smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
         line, n, _ = cute.arch.block_idx()
@@ -198,23 +211,24 @@ class MaskPreprocess:
         time.
         """
         heads, rows, (_, _, Sk) = mask.shape[1], metadata.rows, metadata.sizes
-        batch, head, row, column = plane // heads, plane % heads, m * LISTED, n * LISTED
+        batch, head, row, column = plane // heads, plane % heads, m * SPARSE_BLOCK, n * SPARSE_BLOCK
         thread, aligned = cute.arch.thread_idx()[0], mask.iterator.toint() % BYTES == 0
         for stride in mask.stride[:3]:
             aligned = aligned & (stride % BYTES == 0)
         halves = cute.make_tensor(
-            cute.recast_ptr(bits.iterator, dtype=Uint16), cute.make_layout((LISTED, PER_ROW), stride=(2 * PITCH, 1))
+            cute.recast_ptr(bits.iterator, dtype=Uint16),
+            cute.make_layout((SPARSE_BLOCK, PER_ROW), stride=(2 * PITCH, 1)),
         )
-        dense, has_margin = mask.stride[3] == 1, (column >= BEFORE) & (column + LISTED + BEHIND <= Sk)
-        if dense & aligned & (column + LISTED <= Sk):
-            for i in cutlass.range_constexpr(LISTED * PER_ROW // WARPGROUP):
+        dense, has_margin = mask.stride[3] == 1, (column >= BEFORE) & (column + SPARSE_BLOCK + BEHIND <= Sk)
+        if dense & aligned & (column + SPARSE_BLOCK <= Sk):
+            for i in cutlass.range_constexpr(SPARSE_BLOCK * PER_ROW // WARPGROUP):
                 r, c = (i * WARPGROUP + thread) // PER_ROW, thread % PER_ROW
                 row_bits = Int32(0)
                 if row + r < rows:
                     row_bits = bits_of_bytes(mask, (batch, head, row + r, column + c * BYTES))
                 halves[r, c] = row_bits.to(Uint16)
         elif dense & has_margin:
-            for i in cutlass.range_constexpr(LISTED * PER_ROW // WARPGROUP):
+            for i in cutlass.range_constexpr(SPARSE_BLOCK * PER_ROW // WARPGROUP):
                 r, c = (i * WARPGROUP + thread) // PER_ROW, thread % PER_ROW
                 safe_row = cutlass.min(row + r, rows - 1)
                 start = mask.iterator + offset_of(mask, (batch, head, safe_row, column + c * BYTES))
@@ -222,7 +236,7 @@ class MaskPreprocess:
                 halves[r, c] = Int32(row_bits).to(Uint16)
         else:
             column += thread
-            for r in cutlass.range(LISTED, unroll=8):
+            for r in cutlass.range(SPARSE_BLOCK, unroll=8):
                 value = Int32(0)
                 if row + r < rows:
                     if column < Sk:
@@ -240,7 +254,7 @@ class MaskPreprocess:
         any_bits, all_bits = Int32(0), Int32(-1)
         for word in cutlass.range_constexpr(WARPS):
             any_bits, all_bits = any_bits | bits[thread, word], all_bits & bits[thread, word]
-        row_exists = m * LISTED + thread < metadata.rows
+        row_exists = m * SPARSE_BLOCK + thread < metadata.rows
         has_visible, has_masked = (
             cute.arch.vote_any_sync(row_exists & condition) for condition in (any_bits != 0, all_bits != -1)
         )
@@ -271,7 +285,7 @@ class MaskPreprocess:
         """
         rows, columns = reversed(metadata.tiles) if transposed else metadata.tiles
         words, thread = metadata.words(transposed), cute.arch.thread_idx()[0]
-        row = thread // WARP * SLAB + thread % WARP // 4
+        row = thread // WARP * MMA_ATOM_M + thread % WARP // 4
         for i, j in [(i, j) for i in range(TILES) for j in range(TILES)]:
             word = Int32(0)
             for half, r in [(half, r) for half in range(2) for r in range(2)]:
@@ -293,18 +307,24 @@ class MaskPreprocess:
 
     @cute.kernel
     def sort(self, metadata: MaskMetadata):
-        """Build the lists: KV blocks of query blocks, then of TALL blocks, then query blocks of KV blocks."""
+        """Build lists: KV blocks of query blocks, then of SPARSE_BLOCK_M_192 blocks, then query blocks of KV blocks."""
         (M, N), lines, planes = metadata.blocks, metadata.lines, metadata.sizes[0]
         list_idx = cute.arch.block_idx()[0]
         tall_idx = list_idx - planes * M
         key_idx = tall_idx - planes * self.tall_lists(metadata)
         if list_idx < planes * M:
-            self.build_row_list(metadata, list_idx, list_idx // M, list_idx % M * LISTED, LISTED)
+            self.build_row_list(metadata, list_idx, list_idx // M, list_idx % M * SPARSE_BLOCK, SPARSE_BLOCK)
         elif key_idx >= 0:
             first, steps = Int64(key_idx // N) * lines * N + key_idx % N, (N, lines, M)
             self.build_list(metadata.lists(True), metadata.states(), key_idx, (first, first), steps, Int32(0), 0)
         elif cutlass.const_expr(self.tall):
-            self.build_row_list(metadata, tall_idx, tall_idx // metadata.tall, tall_idx % metadata.tall * TALL, TALL)
+            self.build_row_list(
+                metadata,
+                tall_idx,
+                tall_idx // metadata.tall,
+                tall_idx % metadata.tall * SPARSE_BLOCK_M_192,
+                SPARSE_BLOCK_M_192,
+            )
 
     @cute.jit
     def build_row_list(
@@ -312,9 +332,13 @@ class MaskPreprocess:
     ):
         """Build the list of `listed_rows` query rows of a plane, from both block rows with these query rows."""
         (_, N), lines = metadata.blocks, metadata.lines
-        rows = begin // LISTED, (begin + listed_rows - 1) // LISTED
+        rows = begin // SPARSE_BLOCK, (begin + listed_rows - 1) // SPARSE_BLOCK
         first = tuple((Int64(plane) * lines + cutlass.min(row, lines - 1)) * N for row in rows)
-        lists, steps, half = metadata.lists(False, listed_rows=listed_rows), (Int32(1), N, N), begin % LISTED // TILE
+        lists, steps, half = (
+            metadata.lists(False, listed_rows=listed_rows),
+            (Int32(1), N, N),
+            begin % SPARSE_BLOCK // TILE,
+        )
         self.build_list(lists, metadata.states(), list_idx, first, steps, half, listed_rows)
 
     @cute.jit
@@ -351,9 +375,9 @@ class MaskPreprocess:
                 lane_kind = cutlass.select_(
                     (state ^ second_state) & STATE_MASK == 0, state & STATE_MASK, Int32(PARTIAL)
                 )
-                if cutlass.const_expr(listed_rows == TALL):
+                if cutlass.const_expr(listed_rows == SPARSE_BLOCK_M_192):
                     visible_halves = seen_halves(state) | seen_halves(second_state) << 2
-                    entry = nth | (visible_halves >> half & (1 << TALL // TILE) - 1) << INDEX_BITS
+                    entry = nth | (visible_halves >> half & (1 << SPARSE_BLOCK_M_192 // TILE) - 1) << INDEX_BITS
             partial_lanes, full_lanes = (
                 cute.arch.vote_ballot_sync(lane_kind == block_kind) for block_kind in (PARTIAL, FULL)
             )
@@ -376,8 +400,8 @@ class MaskPreprocess:
 class AccumulationRanks:
     """Launcher of the kernel for accumulation ranks, required by a deterministic backward (BlockSparseLists).
 
-    The rank of an entry in a list of query blocks is the number of later ranges of SHARE keys that list the same query
-    block.
+    The rank of an entry in a list of query blocks is the number of later ranges of ORDER_BLOCK_N keys that list the
+    same query block.
     """
 
     @cute.jit
@@ -410,7 +434,9 @@ class AccumulationRanks:
             first, later = (Int64(line // N) * lines + m) * N, Int32(0)
             for n in cutlass.range(line % N + 1, N, unroll=4):
                 state = cute.arch.load(states.iterator + (first + n), Int32)
-                shares = cutlass.min(cute.ceil_div(metadata.sizes[2] - n * LISTED, SHARE), LISTED // SHARE)
+                shares = cutlass.min(
+                    cute.ceil_div(metadata.sizes[2] - n * SPARSE_BLOCK, ORDER_BLOCK_N), SPARSE_BLOCK // ORDER_BLOCK_N
+                )
                 later += cutlass.select_(state == EMPTY, Int32(0), shares)
             cute.arch.store(ranks.iterator + offset, later)
 

@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.base_dsl import Arch
 from cutlass.cute.nvgpu import warp
 
-from ...registry.kernel_spec import SLAB, WARP
+from ...registry.kernel_spec import MMA_ATOM_M, WARP
 from .dtype import Element
 from .fragments import OperandA, rows_and_columns, target_from
 from .vector_access import vector_at
@@ -193,8 +193,8 @@ class MmaProduct:
             acc.fill(0.0)
         for column in range(0, left.tile.columns, PAIR):
             for s, left_fragment in enumerate(lefts):
-                left.fetch(s * SLAB, column, left_fragment)
-            for row in range(0, cute.size(accs[0]) * 2, SLAB):
+                left.fetch(s * MMA_ATOM_M, column, left_fragment)
+            for row in range(0, cute.size(accs[0]) * 2, MMA_ATOM_M):
                 right.fetch(first + row, column, fragment)
                 self.step(accs, lefts, fragment, row)
 
@@ -291,13 +291,13 @@ class SmemCopier:
             store_elements(values, gX, row)
         else:
             cute.arch.sync_warp()  # all lanes have finished reading the slab
-            store_panel_slice(acc, tile, slab * SLAB, 0, tile.panel // PAIR, self.element)
+            store_panel_slice(acc, tile, slab * MMA_ATOM_M, 0, tile.panel // PAIR, self.element)
             cute.arch.sync_warp()
             lane, units = cute.arch.lane_idx(), tile.panel // VECTOR
             r0, unit = lane // units, lane % units
             rows, columns = gX.shape
-            for r in cutlass.range_constexpr(0, SLAB, WARP // units):
-                start = tile.unit(slab * SLAB + r0 + r, unit)
+            for r in cutlass.range_constexpr(0, MMA_ATOM_M, WARP // units):
+                start = tile.unit(slab * MMA_ATOM_M + r0 + r, unit)
                 for p in cutlass.range_constexpr(tile.columns // tile.panel):
                     column = unit * VECTOR + p * tile.panel
                     if row + r0 + r < rows and column < columns:

@@ -21,7 +21,7 @@ from ...registry.kernel_spec import ROWS_PER_WARPGROUP, WARP, WARPGROUP
 from .dtype import Element
 from .fragments import rows_and_columns
 
-SLAB = 16  # rows of a warp's part of an output, stored by a single TMA instruction per 64 columns
+ROWS_PER_WARP = 16  # rows of a warp's part of an output, stored by a single TMA instruction per 64 columns
 EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000  # L2 cache policies of TMA loads
 # An integer up to 2^22, added to the bits FLOAT_OF_ZERO and read as fp32, is the integer plus OFFSET. The conversion
 # costs nothing. An SM executes only half as many conversion instructions as multiplications.
@@ -213,15 +213,15 @@ class TmaLoadConfig:
 
 
 def output_tma(element: Element, m: cute.Tensor, columns: int) -> tuple[cute.CopyAtom, cute.Tensor]:
-    """Return the atom to store the SLAB rows of a warp to `m`, and the TMA coordinates of `m`.
+    """Return the atom to store the ROWS_PER_WARP rows of a warp to `m`, and the TMA coordinates of `m`.
 
     Args:
         element: element type of the output.
         m: global tensor (rows, columns, heads, batch).
         columns: columns of a stored tile.
     """
-    layout = slab_layout(element.dtype, SLAB, columns)
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), m, layout, (SLAB, columns))
+    layout = slab_layout(element.dtype, ROWS_PER_WARP, columns)
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), m, layout, (ROWS_PER_WARP, columns))
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ def load_block(
 def slab_layout(dtype: type[cutlass.Numeric], rows: int, columns: int) -> cute.ComposedLayout:
     """Return the shared-memory layout of an output.
 
-    The SLAB rows of each warp are contiguous, so that warps store rows independently.
+    The ROWS_PER_WARP rows of each warp are contiguous, so that warps store rows independently.
     """
     kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, columns)
     return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns), order=(1, 0))
@@ -321,7 +321,7 @@ def store_slabs(
         rX: registers of the accumulator in 16 bits.
         sX: shared-memory buffer (64, columns).
         out: output operand, restricted to a head.
-        first: index of the warpgroup's first slab, in units of SLAB rows of the output.
+        first: index of the warpgroup's first slab, in units of ROWS_PER_WARP rows of the output.
         mma: tiled MMA with the accumulator layout.
         column_block: column block of the output, in units of the columns of sX.
     """
@@ -332,8 +332,8 @@ def store_slabs(
     cute.copy(to_smem, to_smem.retile(rX), to_smem.partition_D(sX))
     cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store must see the data written by stmatrix
     cute.arch.sync_warp()
-    slab = TmaOperand(out.atom, out.m, cute.local_tile(sX, (SLAB, columns), (warp_in_group, 0)))
-    tXsX, tXgX = slab.tiles((SLAB, columns), (None, column_block))
+    slab = TmaOperand(out.atom, out.m, cute.local_tile(sX, (ROWS_PER_WARP, columns), (warp_in_group, 0)))
+    tXsX, tXgX = slab.tiles((ROWS_PER_WARP, columns), (None, column_block))
     cute.copy(out.atom, tXsX, tXgX[None, first + warp_in_group])
     cute.arch.cp_async_bulk_commit_group()
 

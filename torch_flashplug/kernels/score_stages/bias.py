@@ -263,7 +263,7 @@ class SlabBiasLoad(ScoreStage):
         return SlabBiasProducer(self, plane, cutlass.min(tile.block, cute.ceil_div(plane.shape[0], rows) - 1) * rows)
 
     def set_tile(self, coord: ScoreCoord) -> ScoreStage:
-        slab = coord.row % self.score_layout.rows // sm80.SLAB * sm80.SLAB
+        slab = coord.row % self.score_layout.rows // sm80.MMA_ATOM_M * sm80.MMA_ATOM_M
         matrices = sm80.LdmatrixView.create(self.tile, self.score_layout.element.dtype, "A", first_row=slab)
         return replace(self, matrices=matrices)
 

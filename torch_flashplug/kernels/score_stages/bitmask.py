@@ -24,7 +24,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from ...registry.kernel_spec import SLAB
+from ...registry.kernel_spec import MMA_ATOM_M
 from ...registry.mask_layout import TILE, TILE_WORDS, WORD_BITS
 from ..primitives.fragments import single_bit, zero_of
 from .pipeline import ScoreCoord, ScoreStage
@@ -94,7 +94,8 @@ class BitmaskTiles(ScoreStage):
             tile_row, row = tile_row + zero_of(block), row + zero_of(block)
         thread = cute.arch.thread_idx()[0] % TILE_WORDS
         if cutlass.const_expr(coord.by_row):
-            thread = (row & (TILE - SLAB)) * (TILE_WORDS // TILE) + cute.arch.lane_idx()  # 32 threads hold 16 rows
+            first_thread = (row & (TILE - MMA_ATOM_M)) * (TILE_WORDS // TILE)  # 32 threads hold 16 rows
+            thread = first_thread + cute.arch.lane_idx()
         begin = tile_row * (columns + 1) * TILE_WORDS + thread
         if cutlass.const_expr(coord.block_columns % TILE == 0 and not coord.transposed):
             for i in cutlass.range_constexpr(count):  # no tile is more than one behind the last tile

@@ -26,7 +26,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, Uint64
 
-from ...registry.kernel_spec import SLAB
+from ...registry.kernel_spec import MMA_ATOM_M
 from ..primitives.fragments import single_bit, zero_of
 from .pipeline import DropoutScale, ScoreCoord, ScoreStage
 
@@ -104,19 +104,19 @@ class DropoutStage(ScoreStage):
         zero = zero_of(block) if cutlass.const_expr(coord.transposed) else Int32(0)
         lane, seed = cute.arch.lane_idx() + zero, self.seed[zero]
         key = Uint32(Uint64(seed)), Uint32(Uint64(seed) >> BITS)
-        first = block * (coord.block_columns // SLAB)
+        first = block * (coord.block_columns // MMA_ATOM_M)
         for i in cutlass.range_constexpr(cute.size(self.block_words)):
             if cutlass.const_expr(coord.transposed):
                 # This thread draws the word of two query rows of the warp, whichever rows these are. The words needed
                 # by a thread belong to the lanes with the same columns: lanes exchange bits in pairs, then bytes in
                 # groups of four.
                 rows = (first + 4 * i + lane // 8) * 8 + lane % 4 * 2 + lane // 4 % 2
-                word = self.word(key, Uint32(rows), Uint32(coord.row // SLAB))
+                word = self.word(key, Uint32(rows), Uint32(coord.row // MMA_ATOM_M))
                 self.block_words[i] = exchange_bytes(exchange_bits(word, lane, 4), lane, 8)
                 if cutlass.const_expr(coord.by_row):  # the thread's scores may begin inside a block
                     self.block_words[i] = self.block_words[i] >> ((coord.column & -8) >> 1)
             else:
-                rows = coord.row // SLAB * 8 + coord.row % 8
+                rows = coord.row // MMA_ATOM_M * 8 + coord.row % 8
                 word = self.word(key, Uint32(rows), Uint32(first + 4 * i + lane % 4))
                 self.block_words[i] = exchange_bytes(word, lane, 1)
 

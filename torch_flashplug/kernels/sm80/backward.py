@@ -25,7 +25,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64
 
-from ...registry.kernel_spec import FP32_BYTES, SLAB, WARP, AmpereSpec
+from ...registry.kernel_spec import FP32_BYTES, MMA_ATOM_M, WARP, AmpereSpec
 from ..backward.pre_post_process import (
     BackwardPostprocess,
     BackwardPreprocess,
@@ -165,9 +165,9 @@ class DqProduct:
         panels = range(k.columns // k.panel)
         accs = tuple(sm80.accumulator(len(panels) * self.pairs * sm80.PAIR) for _ in range(self.slabs))
         lefts, right = tuple(allocate() for _ in accs), allocate()
-        for key in range(0, k.rows, SLAB):
+        for key in range(0, k.rows, MMA_ATOM_M):
             for s, weights in enumerate(lefts):
-                left.fetch(key, s * SLAB, weights)
+                left.fetch(key, s * MMA_ATOM_M, weights)
             for p in panels:
                 for u in range(self.pairs):
                     self.right.fetch(key, p * k.panel + u * sm80.PAIR, right)
@@ -256,7 +256,7 @@ class StepContext:
 
     def coord_of(self, slab: int, first_query: int) -> ScoreCoord:
         """Return the place of slab `slab` and of the queries from `first_query` on."""
-        row, column = self.coord.row + slab * SLAB, self.coord.column + first_query
+        row, column = self.coord.row + slab * MMA_ATOM_M, self.coord.column + first_query
         return replace(self.coord, row=row, column=column, head=self.step.head, by_row=True)
 
 
@@ -394,7 +394,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
         """
         k = tiles.k
         parts = min(4, k.panel // sm80.PAIR) if self.warps == 8 else 2  # parts of the columns
-        slabs = self.tile_m // SLAB * parts // self.warps
+        slabs = self.tile_m // MMA_ATOM_M * parts // self.warps
         pairs = k.panel // sm80.PAIR // parts
         left = sm80.LdmatrixView.create(tiles.weights, self.element.dtype, "A", transposed=True).panel_slice(
             warp // parts, slabs
@@ -411,7 +411,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
             half: half of the queries.
             part: part of the columns of dK and dV.
         """
-        key_view = sm80.LdmatrixView.create(k, self.element.dtype, "A", first_row=slab * SLAB)
+        key_view = sm80.LdmatrixView.create(k, self.element.dtype, "A", first_row=slab * MMA_ATOM_M)
         row_view = sm80.LdmatrixView.create(k, self.element.dtype, "B", first_row=half * HALF)
         column_view = sm80.LdmatrixView.create(k, self.element.dtype, "A").panel_slice(
             part, k.panel // sm80.PAIR // self.parts
@@ -433,7 +433,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
         part, first_slab = warp % self.parts, warp // self.parts * SLABS
         state = self.make_warp_state(tiles.k, first_slab, part, part)
         dq_product = self.make_dq_product(tiles, workspace, warp)
-        key = kv_block.tile.block * self.tile_n + first_slab * SLAB + lane // 4
+        key = kv_block.tile.block * self.tile_n + first_slab * MMA_ATOM_M + lane // 4
         column, scale_log2 = lane % 4 * 2 + part * HALF, score_pipeline.scales(scales).log2
         coord = ScoreCoord(order.blocks.sizes, self.tile_m, key, column, kv_block.tile.sequence, None, transposed=True)
 
@@ -468,7 +468,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
                 self.accumulation_rank(order, kv_block.tile.block, query_range, last_step),
             )
         sm80.wait_for_copies()
-        self.store_dkdv(state, tiles, first_slab * SLAB, scales, score_pipeline, part)
+        self.store_dkdv(state, tiles, first_slab * MMA_ATOM_M, scales, score_pipeline, part)
 
     def store_dkdv(
         self,
@@ -489,7 +489,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
                 if factor is not None:
                     acc.store(acc.load() * factor)
                 pairs = tile.panel // sm80.PAIR // self.parts
-                sm80.store_panel_slice(acc, tile, first_row + s * SLAB, part, pairs, self.element)
+                sm80.store_panel_slice(acc, tile, first_row + s * MMA_ATOM_M, part, pairs, self.element)
 
     @cute.jit
     def compute_p(
@@ -557,15 +557,15 @@ class BackwardSm80(KernelCall, kind="bwd"):
             slab_stages = context.allocate_stages(SLABS)
             P = self.compute_p(S, queries.row_stats(0, stage, first), context, slab_stages, first, scale_log2)
             columns = state.columns.retarget(q, True)
-            for query in cutlass.range_constexpr(0, HALF, SLAB):
-                lefts = tuple(x.fragment[None, 0, query // SLAB] for x in P)
+            for query in cutlass.range_constexpr(0, HALF, MMA_ATOM_M):
+                lefts = tuple(x.fragment[None, 0, query // MMA_ATOM_M] for x in P)
                 state.product.accumulate(state.dV, lefts, columns.rebase(do), first + query)
             state.product.scores(dP, keys.rebase(v.at_offset(zero)), rows.rebase(do), first)
             dS = self.compute_ds(S, dP, queries.row_stats(1, stage, first), context, slab_stages)
             for s in cutlass.range_constexpr(SLABS):
-                sm80.store_operand(dS[s], target, (first_slab + s) * SLAB, first)
-            for query in cutlass.range_constexpr(0, HALF, SLAB):
-                lefts = tuple(x.fragment[None, 0, query // SLAB] for x in dS)
+                sm80.store_operand(dS[s], target, (first_slab + s) * MMA_ATOM_M, first)
+            for query in cutlass.range_constexpr(0, HALF, MMA_ATOM_M):
+                lefts = tuple(x.fragment[None, 0, query // MMA_ATOM_M] for x in dS)
                 state.product.accumulate(state.dK, lefts, columns, first + query)
 
     @cute.jit
@@ -586,8 +586,8 @@ class BackwardSm80(KernelCall, kind="bwd"):
         slab_stages = context.allocate_stages(SLABS)
         P = self.compute_p(S, queries.row_stats(0, stage, half * HALF), context, slab_stages, 0, scale_log2)
         for s in cutlass.range_constexpr(SLABS):
-            sm80.store_operand(P[s], target, (first_slab + s) * SLAB, half * HALF)
-        left = sm80.LdmatrixView.create(target, self.element.dtype, "A", first_row=first_slab * SLAB).panel_slice(
+            sm80.store_operand(P[s], target, (first_slab + s) * MMA_ATOM_M, half * HALF)
+        left = sm80.LdmatrixView.create(target, self.element.dtype, "A", first_row=first_slab * MMA_ATOM_M).panel_slice(
             1 - half, 2
         )
         self.accumulate_halves(state, state.dV, P, left, state.columns.retarget(q, True).rebase(do), first_slab, half)
@@ -595,7 +595,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
         dS = self.compute_ds(S, dP, queries.row_stats(1, stage, half * HALF), context, slab_stages)
         self.sync_key_warps(first_slab)  # both warps have read P
         for s in cutlass.range_constexpr(SLABS):
-            sm80.store_operand(dS[s], target, (first_slab + s) * SLAB, half * HALF)
+            sm80.store_operand(dS[s], target, (first_slab + s) * MMA_ATOM_M, half * HALF)
         self.accumulate_halves(state, state.dK, dS, left, state.columns.retarget(q, True), first_slab, half)
 
     def sync_key_warps(self, first_slab: Int32) -> None:
@@ -609,15 +609,15 @@ class BackwardSm80(KernelCall, kind="bwd"):
         """Sum over the half of the queries held by this warp, then over the peer warp's half from shared memory."""
         lefts = tuple(sm80.allocate_fragment(self.element.dtype) for _ in weights_of_warp)
         own_columns = columns.skip_rows(half * HALF)
-        for query in range(0, HALF, SLAB):
+        for query in range(0, HALF, MMA_ATOM_M):
             state.product.accumulate(
-                accs, tuple(x.fragment[None, 0, query // SLAB] for x in weights_of_warp), own_columns, query
+                accs, tuple(x.fragment[None, 0, query // MMA_ATOM_M] for x in weights_of_warp), own_columns, query
             )
         self.sync_key_warps(first_slab)
         peer_columns = columns.skip_rows((1 - half) * HALF)
-        for query in range(0, HALF, SLAB):
+        for query in range(0, HALF, MMA_ATOM_M):
             for s, weights in enumerate(lefts):
-                left.fetch(s * SLAB, query, weights)
+                left.fetch(s * MMA_ATOM_M, query, weights)
             state.product.accumulate(accs, lefts, peer_columns, query)
 
     @cute.jit
@@ -637,10 +637,10 @@ class BackwardSm80(KernelCall, kind="bwd"):
         slab, half = first_slab + part // 2, part % 2
         state = self.make_warp_state(k, slab, half, part)
         dq_product = self.make_dq_product(tiles, workspace, warp)
-        key = kv_block.tile.block * self.tile_n + slab * SLAB + lane // 4
+        key = kv_block.tile.block * self.tile_n + slab * MMA_ATOM_M + lane // 4
         column, scale_log2 = lane % 4 * 2 + half * HALF, score_pipeline.scales(scales).log2
         coord = ScoreCoord(order.blocks.sizes, self.tile_m, key, column, kv_block.tile.sequence, None, transposed=True)
-        left = sm80.LdmatrixView.create(weights, self.element.dtype, "A", first_row=first_slab * SLAB)
+        left = sm80.LdmatrixView.create(weights, self.element.dtype, "A", first_row=first_slab * MMA_ATOM_M)
 
         query_range = order.blocks.query_blocks(kv_block.tile)
         num_steps = query_range.total(kv_block.group)
@@ -670,7 +670,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
             dq_product.add(zero, block, self.accumulation_rank(order, kv_block.tile.block, query_range, step))
             step = next_step
         sm80.wait_for_copies()
-        first_row = first_slab * SLAB + (fragments.zero_of(step.head) if self.elementwise else 0)
+        first_row = first_slab * MMA_ATOM_M + (fragments.zero_of(step.head) if self.elementwise else 0)
         self.store_dkdv(state, tiles, first_row, scales, score_pipeline, part)
 
     @cute.jit
@@ -689,15 +689,15 @@ class BackwardSm80(KernelCall, kind="bwd"):
         slab_stages = context.allocate_stages(1)
         P = self.compute_p(S, queries.row_stats(0, Int32(0), half * HALF), context, slab_stages, 0, scale_log2)
         dS = self.compute_ds(S, dP, queries.row_stats(1, Int32(0), half * HALF), context, slab_stages)
-        sm80.store_operand(dS[0], tiles.weights, slab * SLAB, half * HALF)
-        sm80.store_operand(P[0], tiles.weights.at_offset(tiles.weights.bytes), slab * SLAB, half * HALF)
+        sm80.store_operand(dS[0], tiles.weights, slab * MMA_ATOM_M, half * HALF)
+        sm80.store_operand(P[0], tiles.weights.at_offset(tiles.weights.bytes), slab * MMA_ATOM_M, half * HALF)
 
     def accumulate_all(
         self, state: WarpState, accs: sm80.Accumulators, left: sm80.LdmatrixView, columns: sm80.LdmatrixView
     ) -> None:
         """Add a block of queries to the warp's columns: dV += P^T dO or dK += dS^T Q."""
         lefts = tuple(sm80.allocate_fragment(self.element.dtype) for _ in accs)
-        for query in range(0, self.tile_m, SLAB):
+        for query in range(0, self.tile_m, MMA_ATOM_M):
             for s, weights in enumerate(lefts):
-                left.fetch(s * SLAB, query, weights)
+                left.fetch(s * MMA_ATOM_M, query, weights)
             state.product.accumulate(accs, lefts, columns, query)

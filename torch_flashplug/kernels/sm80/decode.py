@@ -19,7 +19,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32
 
-from ...registry.kernel_spec import RESULT_ROW_PADDING, SLAB, WARP, AmpereSpec
+from ...registry.kernel_spec import MMA_ATOM_M, RESULT_ROW_PADDING, WARP, AmpereSpec
 from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..decode.kv_load import K, KvLoader, KvScaleLoader, V
 from ..decode.pack_gqa import DecodeTile
@@ -178,7 +178,7 @@ class DecodeSm80(KernelCall, kind="decode"):
         self.spec, self.features = spec, KernelFeatures.from_spec(spec)
         self.element = self.features.element
         self.tile_m, self.tile_n, self.d, self.dv, self.stages = spec.tile_m, spec.tile_n, spec.d, spec.dv, spec.stages
-        self.team_warps = spec.tile_m // SLAB
+        self.team_warps = spec.tile_m // MMA_ATOM_M
         self.keys = spec.tile_n // spec.teams  # keys of a team in every block
 
     @cute.jit
@@ -261,14 +261,16 @@ class DecodeSm80(KernelCall, kind="decode"):
         self.load_queries(tensors.q, q, decode_tile)
         kv_stages.load_first_stages()
         kv_loader.transform_queries(q, decode_tile, tensors.q.shape[3], self.element, self.spec.threads // WARP)
-        left_q = sm80.LdmatrixView.create(q, self.element.dtype, "A", first_row=slab * SLAB)
+        left_q = sm80.LdmatrixView.create(q, self.element.dtype, "A", first_row=slab * MMA_ATOM_M)
         self.attend(kv_stages, left_q, out, softmax, tile_stages, bound_iterator, kv_loader)
         row_stats = softmax.finish_split(fragments.rows_and_columns(out))
 
         cute.arch.sync_threads()  # no warp reads shared memory any more where the results go
         floats = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=16)
         teams = TeamPartials(floats, self.tile_m, self.dv + RESULT_ROW_PADDING, Int32(self.spec.teams))
-        store_team_results(fragments.rows_and_columns(out), row_stats, teams, team, slab * SLAB + lane // 4, kv_loader)
+        store_team_results(
+            fragments.rows_and_columns(out), row_stats, teams, team, slab * MMA_ATOM_M + lane // 4, kv_loader
+        )
         cute.arch.sync_threads()
         self.reduce_teams(teams, decode_tile, tensors.o, tensors.lse, partials, scales.natural, score_pipeline)
 
@@ -337,8 +339,8 @@ class DecodeSm80(KernelCall, kind="decode"):
             softmax.exponentiate(S)
             P.convert(acc_S, kv_stages.scale_loader.weights(nth % self.stages, cute.size(S, mode=[1])))
             values = right_v.retarget(kv_stages.stage_tile(kv_stages.v, nth), transposed=True)
-            for key in cutlass.range_constexpr(0, self.keys, SLAB):
-                product.accumulate((out,), (P.fragment[None, 0, key // SLAB],), values, key)
+            for key in cutlass.range_constexpr(0, self.keys, MMA_ATOM_M):
+                product.accumulate((out,), (P.fragment[None, 0, key // MMA_ATOM_M],), values, key)
             kv_stages.wait_for_oldest()
 
     @cute.jit

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64
 
-from ...registry.kernel_spec import SLAB, AmpereSpec
+from ...registry.kernel_spec import MMA_ATOM_M, AmpereSpec
 from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..mainloop.softmax import OnlineSoftmax, write_lse
@@ -170,13 +170,13 @@ class ForwardSm80(KernelCall, kind="fwd"):
         lane, scales = cute.arch.lane_idx(), score_pipeline.scales(scales)
         slabs = []
         for i in cutlass.range_constexpr(self.spec.slabs):
-            row = first_row + (slab + i) * SLAB + lane // 4
+            row = first_row + (slab + i) * MMA_ATOM_M + lane // 4
             tile_stages = score_pipeline.allocate_registers(self.tile_n)
             tile_stages = tile_stages.set_tile(
                 ScoreCoord(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head, by_row=True)
             )
             slabs.append(WarpRows.create(self.element, self.tile_n, self.dv, scales.log2, tile_stages, row))
-        left_q = sm80.LdmatrixView.create(q, self.element.dtype, "A", first_row=slab * SLAB)
+        left_q = sm80.LdmatrixView.create(q, self.element.dtype, "A", first_row=slab * MMA_ATOM_M)
 
         copier.load(tile.rows(mQ), first_row, q)
         self.attend(
@@ -186,7 +186,7 @@ class ForwardSm80(KernelCall, kind="fwd"):
         for i in cutlass.range_constexpr(self.spec.slabs):
             lse = slabs[i].softmax.finish(slabs[i].output, scales.natural, slabs[i].score_pipeline)
             write_lse(mLSE, lse, tile, slabs[i].row)
-            row = first_row + (slab + i) * SLAB
+            row = first_row + (slab + i) * MMA_ATOM_M
             copier.store(slabs[i].out, tile.rows(mO), row, o, slab + i)
 
     @cute.jit
@@ -222,8 +222,8 @@ class ForwardSm80(KernelCall, kind="fwd"):
             for i in cutlass.range_constexpr(len(slabs)):
                 slabs[i].softmax.exponentiate(slabs[i].scores)
                 slabs[i].P.convert(slabs[i].S, slabs[i].score_pipeline.p_transform(masked=True))
-            for key in cutlass.range_constexpr(0, self.tile_n, SLAB):
-                lefts = tuple(slab.P.fragment[None, 0, key // SLAB] for slab in slabs)
+            for key in cutlass.range_constexpr(0, self.tile_n, MMA_ATOM_M):
+                lefts = tuple(slab.P.fragment[None, 0, key // MMA_ATOM_M] for slab in slabs)
                 product.accumulate(tuple(slab.out for slab in slabs), lefts, right_v, key)
             sm80.wait_for_copies()
 

@@ -49,7 +49,7 @@ from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile, TileAddressing, TileGrid
 from .common import TmaOperands
 
-ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB  # keys of a warpgroup, keys of a warp
+ROWS, ROWS_PER_WARP = ROWS_PER_WARPGROUP, sm90.ROWS_PER_WARP  # keys of a warpgroup, keys of a warp
 DS_STAGES = 2  # stages of dS: a warpgroup writes the next dS while its peer may still multiply with the previous dS
 
 
@@ -288,7 +288,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         self.element, self.d, self.dv = self.features.element, spec.d, spec.dv
         self.tile_m, self.tile_n, self.stages = spec.tile_m, spec.tile_n, spec.stages
         self.half = spec.d // WARPGROUPS  # columns of dQ computed by a warpgroup
-        self.unit = SLAB * self.half  # floats of dQ that a consumer warp adds to the workspace at once
+        self.unit = ROWS_PER_WARP * self.half  # floats of dQ that a consumer warp adds to the workspace at once
         self.writer_stages = spec.dq_writer_units  # stages of the `workspace_units` pipeline per dQ writer
         self.in_order = spec.is_deterministic
         # True if K, V and every product of a step have registers of their own. Then all products of a step can be in
@@ -402,7 +402,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         workspace_units = smem.allocate_tensor(
             Float32, cute.make_layout((self.unit, self.writer_stages * DQ_WRITERS)), 128
         )
-        unit_rows = sm90.slab_layout(dtype, SLAB * DQ_WRITERS, self.half)
+        unit_rows = sm90.slab_layout(dtype, ROWS_PER_WARP * DQ_WRITERS, self.half)
         dq_out = smem.allocate_tensor(dtype, unit_rows.outer, 1024, unit_rows.inner)
         return BackwardSmem(*operands, ds, lse, delta, staging, workspace_units, dq_out)
 
@@ -464,7 +464,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         writer = warp_idx % DQ_WRITERS
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element.dtype)
         unit_mma = sm90.make_mma(self.element.dtype, self.half, "rows", "columns")
-        (dQ,) = operands.with_smem(dq=cute.local_tile(shared.dq_out, (SLAB, self.half), (writer, 0)))
+        (dQ,) = operands.with_smem(dq=cute.local_tile(shared.dq_out, (ROWS_PER_WARP, self.half), (writer, 0)))
         dq_writer = DqWriter(
             workspace=DqWorkspace(
                 workspace.dq_workspace.iterator,
@@ -647,7 +647,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx, work.group)
             query_range = work.query_range(tile)
-            key = tile.block * self.tile_n + wg * ROWS + warp_idx * SLAB + lane // 4
+            key = tile.block * self.tile_n + wg * ROWS + warp_idx * ROWS_PER_WARP + lane // 4
             tile_stages = score_pipeline.set_tile(
                 ScoreCoord(tile.sizes, self.tile_m, key, lane % 4 * 2, tile.sequence, None, transposed=True)
             )
@@ -683,7 +683,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
             pipelines.k.consumer_release(tile_count)
             state.dQ.send(unit, step_count - first_step, step_count - 1)
             state.dQ.wait_for_staging(step_count)
-            slab = tile.block * (self.tile_n // SLAB) + wg * 4
+            slab = tile.block * (self.tile_n // ROWS_PER_WARP) + wg * 4
             self.store(state.dV, score_pipeline.scaled(Float32(1.0)), tile.rows(dv), slab)
             self.store(state.dK, score_pipeline.scaled(scales.natural), tile.rows(dk), slab)
             if cutlass.const_expr(not self.in_order):

@@ -45,7 +45,7 @@ from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile
 from .common import TmaOperands
 
-ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
+ROWS, ROWS_PER_WARP = ROWS_PER_WARPGROUP, sm90.ROWS_PER_WARP
 WARPGROUPS = BACKWARD_WARPGROUPS
 TILE_M = WARPGROUPS * ROWS
 WARPS = WARPGROUPS * sm90.WARPGROUP // sm90.WARP  # consumer warps
@@ -266,7 +266,7 @@ class BackwardDbiasSm90(KernelCall, kind="dbias"):
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
-        row_in_tile = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4  # first row of the thread in a tile
+        row_in_tile = wg * ROWS + thread // sm90.WARP * ROWS_PER_WARP + lane // 4  # first row of the thread in a tile
         state, score_pipeline = (
             self.make_consumer_state(shared, wg, thread),
             score_pipeline.allocate_registers(self.tile_n),

@@ -39,7 +39,7 @@ from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing, TileGrid
 from .common import TmaOperands
 
-ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
+ROWS, ROWS_PER_WARP = ROWS_PER_WARPGROUP, sm90.ROWS_PER_WARP
 WARPGROUPS = BACKWARD_WARPGROUPS
 TILE_M, TILE_N = SPLIT_BACKWARD_TILE
 # Buffers of the weights in shared memory: P, written by the first warpgroup, and dS, written by the second.
@@ -446,7 +446,7 @@ class BackwardDkdvSm90:
             tile = work.tile_grid.tile(tile_idx, work.group)
             query_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).query_blocks(tile)
             end = step_count + query_range.total(work.group)
-            key = tile.block * TILE_N + warp_in_group * SLAB + lane // 4
+            key = tile.block * TILE_N + warp_in_group * ROWS_PER_WARP + lane // 4
             tile_stages = score_pipeline.set_tile(
                 ScoreCoord(tile.sizes, TILE_M, key, lane % 4 * 2, tile.sequence, None, transposed=True)
             )
@@ -473,7 +473,7 @@ class BackwardDkdvSm90:
                         step_count += 1
             keys.consumer_release(tile_count)
             pipelines.weights[state.wg].producer_wait(step_count)  # the outputs leave through this buffer
-            slab = tile.block * (TILE_N // SLAB)
+            slab = tile.block * (TILE_N // ROWS_PER_WARP)
             self.store(
                 state,
                 state.dV.acc,
@@ -536,7 +536,7 @@ class BackwardDkdvSm90:
         if cutlass.const_expr(columns < STAGED_COLUMNS):
             # Each warp uses the same place for dV and for dK, although the slabs of their layouts may be smaller than
             # STAGED_COLUMNS.
-            spare = SLAB * (STAGED_COLUMNS - columns)
+            spare = ROWS_PER_WARP * (STAGED_COLUMNS - columns)
             warp_in_group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
             start = start + cute.assume(warp_in_group * spare, divby=spare)
         start = cute.recast_ptr(start, layout.inner, dtype=self.element.dtype)

@@ -37,7 +37,7 @@ from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing, TileGrid
 from .common import TmaOperands
 
-ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
+ROWS, ROWS_PER_WARP = ROWS_PER_WARPGROUP, sm90.ROWS_PER_WARP
 WARPGROUPS = BACKWARD_WARPGROUPS
 TILE_M, TILE_N = DQ_TILE_M, SPLIT_BACKWARD_TILE[1]  # query rows of a CTA, keys of a step
 
@@ -287,7 +287,7 @@ class BackwardDqSm90:
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx)
             wg_tile, count_q = tile.block * WARPGROUPS + wg, tile_count * WARPGROUPS + wg
-            row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
+            row = wg_tile * ROWS + thread // sm90.WARP * ROWS_PER_WARP + lane // 4
             tile_stages = score_pipeline.set_tile(
                 ScoreCoord(tile.sizes, TILE_N, row, lane % 4 * 2, tile.sequence, tile.head)
             )
@@ -363,6 +363,6 @@ class BackwardDqSm90:
         start = cute.slice_(out.s, (None, None, wg)).iterator
         sdQ = cute.make_tensor(start, sm90.slab_layout(self.element.dtype, ROWS, self.d).outer)
         sm90.sync_warpgroup(DqBarrier.Q_READ, wg)  # no warp of the warpgroup may still be reading Q
-        sm90.store_slabs(rdQ, sdQ, out, wg_tile * (ROWS // SLAB), state.dQ.product.add)
+        sm90.store_slabs(rdQ, sdQ, out, wg_tile * (ROWS // ROWS_PER_WARP), state.dQ.product.add)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()

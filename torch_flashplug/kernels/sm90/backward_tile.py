@@ -266,7 +266,7 @@ class TileBackwardSm90(KernelCall, kind="tilebwd"):
         """Run the consumer warpgroup: compute the gradients of every sequence of the range."""
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
         lane = thread % sm90.WARP
-        row, column = thread // sm90.WARP * sm90.SLAB + lane // 4, lane % 4 * 2
+        row, column = thread // sm90.WARP * sm90.ROWS_PER_WARP + lane // 4, lane % 4 * 2
         state, score_pipeline = self.make_consumer_state(shared), score_pipeline.allocate_registers(TILE_N)
         scale_log2 = score_pipeline.scales(scales).log2
         state.sum.fill(0.0)

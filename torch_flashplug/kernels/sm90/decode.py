@@ -43,7 +43,7 @@ from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing
 from .common import TmaOperands
 
-ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
+ROWS, ROWS_PER_WARP = ROWS_PER_WARPGROUP, sm90.ROWS_PER_WARP
 VECTOR = 8  # elements of a 16-byte access
 PAIR = 2  # neighboring columns of a thread
 
@@ -305,7 +305,7 @@ class DecodeSm90(KernelCall, kind="decode"):
         row_stats = SoftmaxRowStats(*softmax.finish_split(sums.values), scales.natural)
         if cutlass.const_expr(clustered):
             sm90.sync_warpgroups(DecodeBarrier.V_READ, self.warpgroups)  # V lay where the results go
-        row = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4
+        row = wg * ROWS + thread // sm90.WARP * ROWS_PER_WARP + lane // 4
         self.store_rows(decode_tile, row, sums.values, row_stats, shared.v, gmem, clustered)
 
     @cute.jit

@@ -35,7 +35,7 @@ from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing, TileGrid
 from .common import TmaOperands
 
-ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
+ROWS, ROWS_PER_WARP = ROWS_PER_WARPGROUP, sm90.ROWS_PER_WARP
 MAX_SHORT_TILE_BLOCKS = 4  # KV blocks: a tile of at most these ends within the latency of the tile scheduler's atomic
 MAX_D_WITHOUT_HALF_PRODUCT = 64  # up to this D, a kernel with a score derivative has no half product
 
@@ -438,7 +438,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx)
             wg_tile = tile.block * self.warpgroups + wg
-            row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
+            row = wg_tile * ROWS + thread // sm90.WARP * ROWS_PER_WARP + lane // 4
             tile_stages = score_pipeline.set_tile(
                 ScoreCoord(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head)
             )
@@ -545,7 +545,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
         sO = cute.make_tensor(stage_start, sm90.slab_layout(self.element.dtype, ROWS, self.dv).outer)  # (64, Dv)
         if cutlass.const_expr(self.out_in_q):
             sm90.sync_warpgroup(ForwardBarrier.Q_READ, wg)  # no warp of the warpgroup may still be reading Q
-        sm90.store_slabs(rO, sO, out, wg_tile * (ROWS // SLAB), mma_pv)
+        sm90.store_slabs(rO, sO, out, wg_tile * (ROWS // ROWS_PER_WARP), mma_pv)
 
 
 @cute.jit

@@ -1,8 +1,9 @@
 """Block-sparse iterators: attention over lists of blocks (FlashAttention, arXiv 2205.14135, section 3.3).
 
-The lists are the tensors of a FlexAttention BlockMask, unchanged: padded, int32, for blocks of LISTED queries and keys.
-Each row of blocks has a list of partial blocks and a list of full blocks. The metadata of a bool mask also contains
-lists for blocks of TALL x LISTED. A score stage applies the bitmask inside a partial block (score_stages/bitmask.py).
+The lists are the tensors of a FlexAttention BlockMask, unchanged: padded, int32, for blocks of SPARSE_BLOCK queries and
+keys. Each row of blocks has a list of partial blocks and a list of full blocks. The metadata of a bool mask also
+contains lists for blocks of SPARSE_BLOCK_M_192 x SPARSE_BLOCK. A score stage applies the bitmask inside a partial block
+(score_stages/bitmask.py).
 
 A tile may be smaller than a listed block. The iterator then visits the parts of each listed block with the size of
 the tile. The first block of a forward tile and the last block of a dQ tile count as masked in either list. No score is
@@ -17,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from ...registry.kernel_spec import LISTED, TALL
+from ...registry.kernel_spec import SPARSE_BLOCK, SPARSE_BLOCK_M_192
 from ...registry.mask_layout import INDEX_BITS
 from ..primitives.fragments import zero_of
 from .block_iterator import BlockIterator, BlockRange, BlockSubrange, KvBlocks, WarpgroupKvRange
@@ -40,8 +41,8 @@ class BlockSparseLists:
     full: cute.Tensor  # (R, C) Int32
     rows_of_batch: Int32
     rows_of_head: Int32
-    # Set if KV blocks accumulate in a fixed order. Each value counts the later ranges of SHARE keys with the same block
-    # in the list.
+    # Set if KV blocks accumulate in a fixed order. Each value counts the later ranges of ORDER_BLOCK_N keys with the
+    # same block in the list.
     partial_rank: cute.Tensor | None = None
     full_rank: cute.Tensor | None = None
 
@@ -66,7 +67,7 @@ class BlockSparseIterator(BlockIterator):
 
     keys: BlockSparseLists  # KV blocks of each block of queries
     queries: BlockSparseLists  # query blocks of each block of keys
-    rows = LISTED  # query rows of a block
+    rows = SPARSE_BLOCK  # query rows of a block
     tile_lengths_vary = True
 
     def bind(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundBlockSparse:
@@ -75,9 +76,9 @@ class BlockSparseIterator(BlockIterator):
 
 @dataclass(frozen=True)
 class BlockSparse192Iterator(BlockSparseIterator):
-    """Block-sparse block iterator with key lists for blocks of TALL (192) query rows."""
+    """Block-sparse block iterator with key lists for blocks of SPARSE_BLOCK_M_192 (192) query rows."""
 
-    rows = TALL
+    rows = SPARSE_BLOCK_M_192
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,13 @@ class BoundBlockSparse:
     tile_lengths_vary = True
 
     def kv_blocks(self, tile: Tile) -> SparseKvBlockRange:
-        kind, rows = (SparseKvBlockRange192, TALL) if self.block_iterator.rows == TALL else (SparseKvBlockRange, LISTED)
+        kind, rows = (
+            (SparseKvBlockRange192, SPARSE_BLOCK_M_192)
+            if self.block_iterator.rows == SPARSE_BLOCK_M_192
+            else (SparseKvBlockRange, SPARSE_BLOCK)
+        )
         row = self.block_iterator.keys.row(tile.sequence, tile.head, tile.block // (rows // self.tile_m))
-        return kind.create(self.block_iterator.keys, row, LISTED // self.tile_n)
+        return kind.create(self.block_iterator.keys, row, SPARSE_BLOCK // self.tile_n)
 
     def kv_blocks_of_rows(self, tile: Tile, first_row: Int32) -> SparseKvBlockRange:
         return self.kv_blocks(tile)
@@ -103,9 +108,9 @@ class BoundBlockSparse:
     ) -> WarpgroupKvRange:
         """Return the KV blocks for one warpgroup's part of a tile.
 
-        In a tile of TALL rows, a part skips the blocks before its first visible block and the blocks behind its last
-        visible block. Only the remaining parts need the skipped blocks. Rows beyond the last row take part in a single
-        block, as in full attention.
+        In a tile of SPARSE_BLOCK_M_192 rows, a part skips the blocks before its first visible block and the blocks
+        behind its last visible block. Only the remaining parts need the skipped blocks. Rows beyond the
+        last row take part in a single block, as in full attention.
 
         Args:
             tile: the tile.
@@ -131,11 +136,11 @@ class BoundBlockSparse:
     ) -> Int32:
         """Return the accumulation rank: the number of KV blocks added to a query block before KV block `n_block`.
 
-        The rank counts the KV tiles of later listed blocks, from ranges of SHARE keys (kernel_spec.py), and then the
-        later tiles of the same listed block.
+        The rank counts the KV tiles of later listed blocks, from ranges of ORDER_BLOCK_N keys (kernel_spec.py), and
+        then the later tiles of the same listed block.
         """
         later = query_range.num_later_ranges(j)
-        if self.tile_n == LISTED:
+        if self.tile_n == SPARSE_BLOCK:
             return (later + 1) >> 1
         return later + cutlass.min(1 - n_block % 2, num_n_blocks - 1 - n_block)
 
@@ -152,8 +157,8 @@ class SparseQueryBlocksOfHeads:
 
     def of_query_head(self, head: Int32) -> SparseQueryBlockRange:
         blocks, tile = self.blocks, self.tile
-        row = blocks.block_iterator.queries.row(tile.sequence, head, tile.block // (LISTED // blocks.tile_n))
-        return SparseQueryBlockRange.create(blocks.block_iterator.queries, row, LISTED // blocks.tile_m)
+        row = blocks.block_iterator.queries.row(tile.sequence, head, tile.block // (SPARSE_BLOCK // blocks.tile_n))
+        return SparseQueryBlockRange.create(blocks.block_iterator.queries, row, SPARSE_BLOCK // blocks.tile_m)
 
     @cute.jit
     def total(self, heads: Int32) -> Int32:
@@ -268,7 +273,7 @@ class SparseQueryBlockRange(SparseBlockRange):
     """Range of the listed query blocks of a KV tile."""
 
     def num_later_ranges(self, j: Int32) -> Int32:
-        """Return the number of ranges of SHARE keys with earlier accumulation."""
+        """Return the number of ranges of ORDER_BLOCK_N keys with earlier accumulation."""
         return self.entry(j, self.lists.partial_rank, self.lists.full_rank)
 
     def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
@@ -298,7 +303,7 @@ class SparseKvBlockRange(SparseBlockRange, KvBlocks):
 
     def columns_of_first(self, rows: int) -> Int32:
         """Return a number larger than any block. The result means all keys of the first block."""
-        return Int32(LISTED)
+        return Int32(SPARSE_BLOCK)
 
     def visible_positions(self, warpgroup: Int32, has_rows: cutlass.Boolean) -> tuple[Int32, Int32]:
         """Return the positions of the blocks visible to a part of the rows, as (begin, end).
@@ -321,7 +326,7 @@ class SparseKvBlockRange(SparseBlockRange, KvBlocks):
 
 @dataclass(frozen=True)
 class SparseKvBlockRange192(SparseKvBlockRange):
-    """Range of the listed KV blocks of a tile of TALL queries.
+    """Range of the listed KV blocks of a tile of SPARSE_BLOCK_M_192 queries.
 
     The bits above the block index of a partial entry mark the visible parts: three bits, a bit for each 64 queries.
     """
