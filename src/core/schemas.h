@@ -4,9 +4,12 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <string_view>
 
 namespace flashplug {
+
+constexpr int kMaxStack = 20;  // maximal number of arguments and of results of an op
 
 class Schema {
  public:
@@ -15,6 +18,8 @@ class Schema {
     text_.substr(0, std::min(dot, end)).copy(name_, sizeof name_ - 1);
     if (dot < end) text_.substr(dot + 1, end - dot - 1).copy(overload_, sizeof overload_ - 1);
     while (!argument(count_).empty()) ++count_;
+    const std::string_view results = text_.substr(text_.rfind(") -> "));
+    if (std::max<int64_t>(count_, std::ranges::count(results, ',') + 1) > kMaxStack) throw "kMaxStack is too small";
   }
   constexpr const char* text() const { return text_.data(); }
   const char* name() const { return name_; }

@@ -99,7 +99,7 @@ enum CallFact : int64_t {  // FACTS of stock_bugs.py
   kOddOnes = 2,
   kBroadcastQuery = 4,
   kMixedDims = 8,   // D != Dv
-  kWholeDims = 16,  // both are multiples of 8
+  kWholeDims = 16,  // D and Dv fill whole 16-byte units
   kOneRow = 32,     // Sq == 1
   kOneKey = 64,     // Sk == 1
   kUnusualScale = 128,
@@ -175,7 +175,7 @@ enum class NumberType : int32_t {
 };  // DTYPES of kernel_args.py
 constexpr const char* kNumberTypeNames[] = {"query", "key", "value", "output", "fp32", "int32", "int64", "bool"};
 struct ArgumentRow {
-  const char* name;  // a name of kSlotNames, or of a fact
+  const char* name;  // a name of kKernelArgNames, or of a fact
   // Features that bring the argument. Kernels without the features get None. 0: all kernels take the argument.
   int64_t features;
   Kind kind;     // kind of kernel; the order of the rows is the order of the arguments

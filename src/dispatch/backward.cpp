@@ -105,16 +105,16 @@ BackwardPlan attempt_all(const CallFacts& p, const DeviceFacts& device, const Ta
 }  // namespace
 
 int64_t scratch_rows(const CallFacts& p, const KernelRow& row) {
-  // Each packed sequence has separate blocks, and so have the rows of no sequence (kernels/features/varlen.py).
-  const bool on_end = (p.needs & kRagged) != 0;
-  const int64_t blocks = on_end ? p.Sq / row.scratch_rows + p.sequences + 2 : ceil_div(p.Sq, row.scratch_rows);
+  // Each packed sequence has separate blocks, and so have the rows before the first and after the last sequence.
+  const bool is_packed = (p.needs & kRagged) != 0;
+  const int64_t blocks = is_packed ? p.Sq / row.scratch_rows + p.sequences + 2 : ceil_div(p.Sq, row.scratch_rows);
   return blocks * row.scratch_rows;
 }
 
 int64_t scratch_floats(const CallFacts& p, const KernelRow& row) {
   if (row.counters == 0) return 0;
   // The workspace holds dQ in fp32, a counter for each half of the columns of sixteen rows, and two counters for each
-  // KV head.
+  // head of the tiles. There are at most Hq such heads.
   const int64_t rows = scratch_rows(p, row), counters = rows / row.tile_m * row.counters + 2;
   return p.B * p.Hq * (rows * row.d_max + counters);
 }

@@ -19,28 +19,29 @@ namespace flashplug {
 
 // ---- the plan ----
 
+// The comments say what `Reason::actual` and `Reason::allowed` are. Without a comment, a reason has no numbers.
 enum class Why : int {
   kNone,
   kDevice,
-  kArch,
-  kDtype,
-  kMixedDtype,
-  kFeature,
-  kTogether,
+  kArch,        // compute capability of the GPU; family
+  kDtype,       // 0; family
+  kMixedDtype,  // 0; family
+  kFeature,     // index of the feature
+  kTogether,    // feature bits of the call
   kScale,
   kProbability,
   kEmpty,
-  kHeadDimStep,
-  kHeadDimLimit,
-  kHeadDimOfFeatures,
-  kLastStride,
-  kAlignment,
+  kHeadDimStep,        // head dim; its required divisor
+  kHeadDimLimit,       // head dim; largest head dim of the kernels
+  kHeadDimOfFeatures,  // head dim; largest head dim of the kernels with the features
+  kLastStride,         // stride; 1
+  kAlignment,          // alignment in bytes; required alignment
   kNoKernel,
-  kSplits,
-  kUnmeasuredDevice,
-  kNoRow,
-  kSlower,
-  kDecodeGate,
+  kSplits,            // num_splits; 1
+  kUnmeasuredDevice,  // compute capability of the GPU; family
+  kNoRow,             // kernel row; output tiles
+  kSlower,            // 1000 times the measured ratio
+  kDecodeGate,        // tiles; tiles needed
   kDeterministic,
   kNoBackward,
   kNoBiasGradient,
@@ -75,19 +76,19 @@ inline constexpr const char* kWhyNames[] = {"none",
                                             "8 bits with gradients"};
 static_assert(std::size(kWhyNames) == static_cast<size_t>(Why::kCount));
 
-// A reason as numbers: the obstacle, the given value, the allowed value. `reason_text()` turns the numbers into a
-// sentence with the remedy.
+// A reason as numbers: the obstacle, the value of the call, the limit of the kernels. `Why` says what the numbers are.
+// `reason_text()` turns the numbers into a sentence with the remedy.
 struct Reason {
   Why why = Why::kNone;
   int64_t actual = 0;
   int64_t allowed = 0;
-  int operand = 0;
+  int operand = 0;  // index of the operand with the obstacle
   explicit operator bool() const { return why != Why::kNone; }
 };
 
 struct Gate {
   bool decode = false;  // few enough query rows for a decode call
-  int64_t tiles = 0;    // B * Hkv * ceil(Sq * G / decode_rows)
+  int64_t tiles = 0;    // B * Hkv: the packed rows of a KV head fit into one tile
   int64_t needed = 0;   // number of tiles to reach, a share of the SMs, where keys cannot be split
   bool closed = false;  // closed to kernels without split-KV
 };

@@ -107,7 +107,10 @@ std::string unmeasured_reason(int kernel_row, int64_t tiles, const CallFacts& p,
     }
   }
   return std::string("No measured entry covers this ") + (missed.empty() ? "class of calls" : "call") +
-         " (compute capability " + capability(device.cc) + (p.grad ? ", with grad" : ", no grad") +
+         " (compute capability " + capability(device.cc) +
+         (p.grad                  ? ", with grad"
+          : p.as_with_gradients() ? ", dropout as with grad"
+                                  : ", no grad") +
          (p.D == p.Dv ? "" : ", D != Dv") + ")" + (missed.empty() ? "" : ": the nearest entry needs " + missed) +
          ". The auto mode serves measured calls only. Force a kernel with sdpa_backend('" +
          tables.families[kernel.family].backend + "').";
@@ -135,9 +138,9 @@ std::string gate_text(const Plan& plan, const CallFacts& p, const DeviceFacts& d
   if (plan.kernel_row >= 0 && tables.kernels[plan.kernel_row].kind == kDecode)
     return why + ": " + split_text(plan, p, device, tables);
   if (!gate.decode) return why + ": not a decode call";
-  return why + ": tiles = B*Hkv*ceil(Sq*G/" + number(tables.gate.rows) + ") = " + number(p.B) + "*" + number(p.Hkv) +
-         "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") + format_fixed(tables.gate.occupancy) + "*" +
-         number(device.sm_count) + " SMs -> " +
+  return why + ": tiles = B*Hkv = " + number(p.B) + "*" + number(p.Hkv) + " = " + number(gate.tiles) +
+         (gate.closed ? " < " : " >= ") + format_fixed(tables.gate.occupancy) + "*" + number(device.sm_count) +
+         " SMs -> " +
          (!gate.closed           ? "open"
           : plan.rescue_row >= 0 ? "closed, but stock attention is wrong for this call"
           : plan.ours()          ? "closed, but the backend is requested"

@@ -73,7 +73,7 @@ Gate decode_gate(const CallFacts& p, const DeviceFacts& device, const Tables& ta
   Gate gate;
   if (packed_rows(p) > tables.gate.rows) return gate;
   gate.decode = true;
-  gate.tiles = p.B * p.Hkv * ceil_div(packed_rows(p), tables.gate.rows);
+  gate.tiles = p.B * p.Hkv;  // all packed rows of a KV head fit into one tile
   gate.needed = static_cast<int64_t>(tables.gate.occupancy * device.sm_count + 0.999999);
   gate.closed = gate.tiles < gate.needed;
   return gate;

@@ -33,7 +33,7 @@ bool may_run_cudnn(const VarlenCall& call) {
   return !is_window(call, VarlenWindow::kOther) && call.splits < 0 && std::max(call.D, call.Dv) <= kLargestCudnnDim;
 }
 
-int64_t features_of(const VarlenCall& call) {
+int64_t varlen_facts_of(const VarlenCall& call) {
   return (call.misaligned != 0 ? int64_t{kMisaligned} : 0) |
          (call.unusual_scale != 0 ? int64_t{kUnusualVarlenScale} : 0);
 }
@@ -50,13 +50,13 @@ int find_row(VarlenKernel stock, int64_t facts, int cc, const Tables& tables) {
   return first_match == tables.varlen.end() ? -1 : static_cast<int>(first_match - tables.varlen.begin());
 }
 
-bool kernels_support(const VarlenCall& call) {
-  const LayoutRow& layout = tables().layout;
+bool kernels_support(const VarlenCall& call, const Tables& tables) {
+  const LayoutRow& layout = tables.layout;
   return call.readable != 0 && call.has_cu_k != 0 && call.paged == 0 && (call.splits < 0 || call.splits == 1) &&
          has_head_dim(layout, call.D) && has_head_dim(layout, call.Dv);
 }
 
-std::string decision_text(const VarlenCall& call, const VarlenDecision& decision, int cc) {
+std::string decision_text(const VarlenCall& call, const VarlenDecision& decision, int cc, const Tables& tables) {
   const std::string stock = kVarlenKernelSaid[stock_varlen_kernel(call, cc)];
   switch (decision.exit) {
     case VarlenDecisionReason::kDisabled:
@@ -66,7 +66,7 @@ std::string decision_text(const VarlenCall& call, const VarlenDecision& decision
     case VarlenDecisionReason::kNotAllowed:
       return "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE.";
     case VarlenDecisionReason::kNotTaken:
-      return "The kernels of this project do not support a call with " + missing_support_text(call);
+      return "The kernels of this project do not support a call with " + missing_support_text(call, tables);
     case VarlenDecisionReason::kForced:
       return "The backend is forced.";
     case VarlenDecisionReason::kServed:
@@ -113,16 +113,16 @@ VarlenDecision decide_varlen(const VarlenCall& call, bool is_on, Mode mode, int 
   if (!is_on) return {VarlenDecisionReason::kDisabled};
   if (mode.backend() != Backend::kAuto && mode.family() < 0) return {VarlenDecisionReason::kOtherBackend};
   if (call.allowed == 0) return {VarlenDecisionReason::kNotAllowed};
-  if (!kernels_support(call)) return {VarlenDecisionReason::kNotTaken};
+  if (!kernels_support(call, tables)) return {VarlenDecisionReason::kNotTaken};
   if (mode.forces_kernels()) return {VarlenDecisionReason::kForced};
-  const int row = find_row(stock_varlen_kernel(call, cc), features_of(call), cc, tables);
+  const int row = find_row(stock_varlen_kernel(call, cc), varlen_facts_of(call), cc, tables);
   if (row >= 0)
     return {tables.varlen[row].serve != 0 ? VarlenDecisionReason::kServed : VarlenDecisionReason::kSlower, row};
   return {has_row_of(cc, tables) ? VarlenDecisionReason::kUnmeasured : VarlenDecisionReason::kDevice};
 }
 
-std::string missing_support_text(const VarlenCall& call) {
-  const auto is_odd = [](int64_t dim) { return !has_head_dim(tables().layout, dim); };
+std::string missing_support_text(const VarlenCall& call, const Tables& tables) {
+  const auto is_odd = [&tables](int64_t dim) { return !has_head_dim(tables.layout, dim); };
   const DTypeFacts& dtype = kDTypes[call.dtype];
   const auto [low, high] = std::minmax(call.D, call.Dv);
   const std::string dims = low == high ? std::to_string(low) : std::to_string(low) + ", " + std::to_string(high);
@@ -144,7 +144,7 @@ std::string varlen_json(const VarlenCall& call, const VarlenDecision& decision, 
   const std::pair<const char*, std::string> members[] = {
       {"exit", kVarlenExitNames[static_cast<int>(decision.exit)]},
       {"stock", kVarlenKernelNames[stock_varlen_kernel(call, cc)]},
-      {"said", decision_text(call, decision, cc)},
+      {"said", decision_text(call, decision, cc, tables)},
       {"row", row != nullptr ? row->measured : ""},
       {"rescue", row != nullptr ? row->wrong : ""},
       {"error", raises ? forced_varlen_error(call, mode, tables) : ""}};
@@ -154,7 +154,7 @@ std::string varlen_json(const VarlenCall& call, const VarlenDecision& decision, 
 }
 
 std::string forced_varlen_error(const VarlenCall& call, Mode mode, const Tables& tables) {
-  return "varlen_attn: the forced kernels do not support a call with " + missing_support_text(call) +
+  return "varlen_attn: the forced kernels do not support a call with " + missing_support_text(call, tables) +
          ". Call varlen_attn outside of sdpa_backend('" + tables.families[mode.family()].backend + "').";
 }
 

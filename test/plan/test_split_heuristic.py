@@ -116,6 +116,26 @@ def test_exact_head_dim_has_priority_over_shorter_key_blocks():
         assert plan["kernel"].startswith(("decode", "fwd")) and f"_d{D}_" in plan["kernel"], plan
 
 
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("heads, rows", [((2, 2, 1), (1, 64)), ((1 << 20, 4096, 2048), (1, 64))], ids=["few", "many"])
+def test_decode_kernel_with_the_longest_steps_runs_for_any_number_of_tiles(heads, rows):
+    """Enough tiles for every SM: the decode kernel with the longest steps runs, wherever its row is in the table."""
+    short = kernel_table.KernelRow("decode", 90, 64, 64, ("full",), 64, 64, 4, 1000)
+    sizes = new_case("steps", heads, rows, (64, 64)).sizes()
+    kernels = set()
+    for table in itertools.permutations((short, replace(short, tile_n=128))):
+        bindings.push_rows(table, (), dispatch_table.GATE)
+        kernels.add(bindings.plan(sizes, DEVICES["h100"], FA3)["kernel"])
+    assert kernels == {f"decode_sm90_bf16_d64_full_m64n{64 if heads[0] == 2 else 128}s4"}
+
+
+def test_gate_counts_a_tile_for_each_kv_head() -> None:
+    """All packed rows of a KV head fit into one tile."""
+    sizes = new_case("gate", (2, 32, 8), (16, 640), (64, 64), "causal").sizes()
+    gate = bindings.plan(sizes, DEVICES["h100"])["gate"]
+    assert gate == "Sq*G = 16*4 = 64 <= 64: tiles = B*Hkv = 2*8 = 16 < 0.800*132 SMs -> stock"
+
+
 @pytest.mark.parametrize(
     "backend, splits", [("fa3", 256), ("fa3", -1), ("math", 2), ("auto", 1), ("fa2", 256), ("fa3", "2"), ("fa3", True)]
 )

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import compile_cpp
 import pytest
 import torch
 
@@ -436,3 +437,27 @@ def test_disabled_plugin_does_not_load_the_core() -> None:
     code = "import torch_flashplug\nfrom torch_flashplug.dispatch import library\n"
     code += "print(library.lib.cache_info().currsize)"
     assert run_python(code, TORCH_FLASHPLUG="0") == "0"
+
+
+COUNTERS_WITHOUT_MEMORY = """
+#include <cstring>
+#include "launch/counters.cpp"
+namespace flashplug {
+CpuStub cpu_stub() { return CpuStub::kOff; }
+bool stream_is_capturing(void* stream) { return stream != nullptr; }
+void* device_zeros(size_t) { return nullptr; }
+}
+extern "C" void fail(int captured, char* text) try {
+  flashplug::launch_counter(0, captured ? text : nullptr);
+} catch (const std::exception& error) {
+  std::strcpy(text, error.what());
+}
+"""
+
+
+def test_error_without_memory_for_counters_states_the_size(tmp_path: Path) -> None:
+    assert compile_cpp.compiles(COUNTERS_WITHOUT_MEMORY, "-shared", "-fPIC", "-o", str(tmp_path / "counters.so"))
+    library, text = ctypes.CDLL(str(tmp_path / "counters.so")), ctypes.create_string_buffer(200)
+    for captured, size in ((False, "256 KiB"), (True, "64 KiB")):
+        library.fail(captured, text)
+        assert f"no free memory for the launch counters ({size})" in text.value.decode()

@@ -14,7 +14,7 @@ FACTS = (
     "odd_ones",  # the stride of an operand's dim of size 1 is no multiple of 16 bytes
     "broadcast_query",  # a dim of query has stride 0
     "mixed_dims",  # D != Dv
-    "head_dims_aligned",  # D and Dv are multiples of 8
+    "head_dims_aligned",  # D and Dv fill whole 16-byte units
     "one_row",  # Sq == 1
     "one_key",  # Sk == 1
     "unusual_scale",  # the scale is zero (32-bit subnormals count as zero) or negative
