@@ -22,6 +22,7 @@
 #include "launch/launch.h"
 #include "operands/operands.h"
 #include "ops/ops.h"
+#include "stock/stock.h"
 #include "stock/torch_symbols.h"
 
 using namespace flashplug;
@@ -114,20 +115,29 @@ struct Names {
 const Names kVocabulary[] = {{"backends", kBackendNames},
                              {"features", kFeatureNames},
                              {"kinds", kKindNames},
-                             {"operands", kOperandsNames},
+                             {"operand classes", kOperandClassNames},
                              {"call facts", kCallFactNames},
-                             {"number types", kNumberTypeNames},
+                             {"argument dtypes", kArgumentDtypeNames},
                              {"schemas", kSchemas},
                              {"exits", kExitNames},
                              {"reasons", kWhyNames},
                              {"mask obstacles", kMaskObstacleNames},
+                             {"mask flags", kMaskFlagNames},
+                             {"scales", kScaleNames},
+                             {"paths", kPathNames},
+                             {"device facts", kDeviceFactNames},
+                             {"trace answers", kTraceAnswerNames},
+                             {"compile answers", kCompileAnswerNames},
+                             {"circumstances", kCircumstanceNames},
+                             {"stock backends", kStockBackendNames},
+                             {"varlen windows", kVarlenWindowNames},
                              {"varlen rules", kVarlenRuleNames},
-                             {"varlen facts", kVarlenFactNames},
-                             {"varlen exits", kVarlenExitNames},
+                             {"varlen call members", kVarlenCallMembers},
+                             {"varlen reasons", kVarlenReasonNames},
                              {"varlen kernels", kVarlenKernelNames},
-                             {"varlen fact bits", kVarlenFactBits}};
+                             {"varlen facts", kVarlenFactNames}};
 
-// Return the device facts, in the field order of FACTS_FIELDS in bindings.py.
+// Return the device facts, in the order of `kDeviceFactNames`.
 DeviceFacts device_facts_from_array(const int64_t* f) {
   return DeviceFacts{static_cast<int>(f[0]), static_cast<int>(f[1]), static_cast<int>(f[2]), static_cast<int>(f[3]),
                      static_cast<int>(f[4])};
@@ -157,7 +167,7 @@ FLASHPLUG_EXPORT int flashplug_set_varlen_schema(const char* op, const char* sch
 }
 FLASHPLUG_EXPORT void flashplug_know_varlen_rule(int rule) { know_varlen_rule(rule); }
 FLASHPLUG_EXPORT int flashplug_varlen_rule() { return varlen_rule(); }
-// Write the decision about a varlen call as JSON. `facts` has the values of `kVarlenFactNames`, in order.
+// Write the decision about a varlen call as JSON. `facts` has the values of `kVarlenCallMembers`, in order.
 FLASHPLUG_EXPORT int flashplug_varlen_text(const int64_t* facts, int cc, int64_t mode, char* out, int capacity) {
   VarlenCall call;
   std::memcpy(static_cast<void*>(&call), facts, sizeof call);  // all members are int64_t
@@ -237,7 +247,7 @@ FLASHPLUG_EXPORT int flashplug_add_family_row(const FamilyRow* row, size_t size)
 FLASHPLUG_EXPORT int flashplug_add_kernel_row(const KernelRow* row, size_t size) {
   return add_table_row(*row, size, [](Tables& t, const KernelRow& kernel) {
     t.add(kernel);
-    expect_kernels(t.kernels.size());
+    reserve_kernel_entries(t.kernels.size());
   });
 }
 FLASHPLUG_EXPORT int flashplug_add_argument_row(const ArgumentRow* row, size_t size) {
@@ -270,8 +280,8 @@ FLASHPLUG_EXPORT int flashplug_add_feature_row(const FeatureRow* row, size_t siz
     t.features.push_back(FeatureRow{t.keep(feature.description), t.keep(feature.unsupported_reason)});
   });
 }
-FLASHPLUG_EXPORT int flashplug_add_gate_row(const GateRow* row, size_t size) {
-  return add_table_row(*row, size, [](Tables& t, const GateRow& gate) { t.gate = gate; });
+FLASHPLUG_EXPORT int flashplug_add_cost_model_row(const CostModelRow* row, size_t size) {
+  return add_table_row(*row, size, [](Tables& t, const CostModelRow& cost_model) { t.cost_model = cost_model; });
 }
 FLASHPLUG_EXPORT int flashplug_add_layout_row(const LayoutRow* row, size_t size) {
   return add_table_row(*row, size, [](Tables& t, const LayoutRow& layout) { t.layout = layout; });

@@ -61,12 +61,12 @@ class Schema {
 
 // ---- the overrideable op, and the project's own ops (ops/sdpa.py defines the latter) ----
 
-inline constexpr Schema kCarrierForward(
+inline constexpr Schema kOverrideableForward(
     "aten::_scaled_dot_product_fused_attention_overrideable(Tensor query, Tensor key, Tensor value, "
     "Tensor? attn_bias=None, float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, "
     "float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, "
     "SymInt max_k, Tensor philox_seed, Tensor philox_offset, Tensor debug_attn_mask)");
-inline constexpr Schema kCarrierBackward(
+inline constexpr Schema kOverrideableBackward(
     "aten::_scaled_dot_product_fused_attention_overrideable_backward(Tensor grad_out, Tensor query, Tensor key, "
     "Tensor value, Tensor attn_bias, bool[4] grad_input_mask, Tensor out, Tensor logsumexp, Tensor cum_seq_q, "
     "Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, Tensor philox_seed, "
@@ -138,8 +138,8 @@ inline constexpr Schema kPagedForwardOut(
     "Tensor seqused_k, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, "
     "float softcap, float? scale, int num_splits=0, int fixed_split_size=0, int block_mode=0) -> Tensor lse");
 inline constexpr Schema kPreprocessMask("torch_flashplug::_preprocess_mask(Tensor mask, int numbers) -> Tensor");
-inline constexpr Schema kRightChoice(
-    "torch_flashplug::_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
+inline constexpr Schema kCorrectedChoice(
+    "torch_flashplug::_corrected_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
     "bool is_causal, float? scale, int chosen) -> (int choice, int fault)");
 inline constexpr Schema kMathForward(
     "torch_flashplug::_math_fwd(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float dropout_p, "
@@ -193,24 +193,24 @@ inline constexpr Schema kNanToNum(
 inline constexpr Schema kRandom("aten::random_(Tensor(a!) self, *, Generator? generator=None) -> Tensor(a!)");
 
 // Ops underneath stock's efficient attention; further calls reach them directly (efficient_attention_op.cpp).
-inline constexpr Schema kRowsForward(
+inline constexpr Schema kEfficientOpForward(
     "aten::_efficient_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float dropout_p, int custom_mask_type, "
     "bool compute_log_sumexp=False, *, float? scale=None, Tensor? seqlen_k=None, int? window_size=None) -> "
     "(Tensor output, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, SymInt max_seqlen_batch_q, "
     "SymInt max_seqlen_batch_k)");
-inline constexpr Schema kRowsBackward(
+inline constexpr Schema kEfficientOpBackward(
     "aten::_efficient_attention_backward(Tensor grad_out_, Tensor query, Tensor key, Tensor value, Tensor? bias, "
     "Tensor out, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "Tensor logsumexp, float dropout_p, Tensor philox_seed, Tensor philox_offset, int custom_mask_type, "
     "bool bias_requires_grad, *, float? scale=None, int? num_splits_key=None, int? window_size=None, "
     "bool shared_storage_dqdkdv=False) -> (Tensor, Tensor, Tensor, Tensor)");
 // Every schema above. test_custom_ops.py compares each with torch's own, and checks that none is missing here.
-inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
-                                           kCarrierBackward.text(),
+inline constexpr const char* kSchemas[] = {kOverrideableForward.text(),
+                                           kOverrideableBackward.text(),
                                            kOwnForward.text(),
                                            kOwnBackward.text(),
-                                           kRightChoice.text(),
+                                           kCorrectedChoice.text(),
                                            kMathForward.text(),
                                            kMathBackward.text(),
                                            kQuantizedKvForward.text(),
@@ -221,8 +221,8 @@ inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
                                            kFlashBackward.text(),
                                            kEfficientForward.text(),
                                            kEfficientBackward.text(),
-                                           kRowsForward.text(),
-                                           kRowsBackward.text(),
+                                           kEfficientOpForward.text(),
+                                           kEfficientOpBackward.text(),
                                            kNegate.text(),
                                            kRepeat.text(),
                                            kSum.text(),

@@ -110,9 +110,9 @@ struct Plan {
   double packed_ns = 0, unpacked_ns = 0;  // estimated times, where the estimates decided
   int64_t tiles = 0;                      // B * Hq * ceil(Sq / tile_m); packed: B * Hkv * ceil(Sq * G / tile_m)
   Gate gate;
-  std::array<Reason, kMostFamilies> why;  // reasons against each family that was asked and not taken
-  int64_t features = 0;                   // feature bits requested by the mode and present in the kernel
-  Reason why_not_8bit;                    // reason for 16 bits where the mode asks for fewer
+  std::array<Reason, kMaxFamilies> why;  // reasons against each family that was asked and not taken
+  int64_t features = 0;                  // feature bits requested by the mode and present in the kernel
+  Reason why_not_8bit;                   // reason for 16 bits where the mode asks for fewer
   bool ours() const { return is_ours(backend); }
 };
 
@@ -157,10 +157,11 @@ std::array<Range, 6> ranges_of(const ChoiceRow& row, const CallFacts& p, const K
                                int64_t forward_tiles);
 // Return the row with the fewest missed ranges among the rows of the call's class that serve; -1 if no row serves.
 int nearest_choice_row(const CallFacts& p, const KernelRow& kernel, int64_t tiles, const Tables& tables);
-int find_parts_row(const CallFacts& p, const KernelRow& fused, const Tables& tables);  // row of kind `kPartBwd`
+int find_split_backward_row(const CallFacts& p, const KernelRow& fused,
+                            const Tables& tables);  // row of kind `kSplitBwd`
 Reason slower_reason(const Plan& plan, const Tables& tables);
-// Return the plan of a call by the complete rule, as the router and explain apply it. Measured rows and the decode gate
-// decide between plugin kernels and stock.
+// Return the plan of a call by the complete rule, as the choice hook and explain apply it. Measured rows and the decode
+// gate decide between plugin kernels and stock.
 Plan plan_call(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 CallFacts with_requested_precision(const CallFacts& p, Mode mode);  // facts with the features that the mode asks for
 // Return the plan of `plan_call()`, from the thread's cache of recent plans if present (plan_cache.cpp). The reference

@@ -131,15 +131,15 @@ std::string split_text(const Plan& plan, const CallFacts& p, const DeviceFacts& 
 std::string gate_text(const Plan& plan, const CallFacts& p, const DeviceFacts& device, const Tables& tables) {
   const Gate& gate = plan.gate;
   const std::string rows = "Sq*G = " + number(p.Sq) + "*" + number(p.group()) + " = " + number(packed_rows(p));
-  std::string why = rows + (gate.decode ? " <= " : " > ") + number(tables.gate.rows);
+  std::string why = rows + (gate.decode ? " <= " : " > ") + number(tables.cost_model.max_decode_rows);
   if (plan.packed_ns > 0)
-    why += ", <= " + number(tables.gate.wide_rows) + ": about " + format_fixed(1e-3 * plan.packed_ns) +
+    why += ", <= " + number(tables.cost_model.max_packed_rows) + ": about " + format_fixed(1e-3 * plan.packed_ns) +
            " us with packed rows, " + format_fixed(1e-3 * plan.unpacked_ns) + " us without";
   if (plan.kernel_row >= 0 && tables.kernels[plan.kernel_row].kind == kDecode)
     return why + ": " + split_text(plan, p, device, tables);
   if (!gate.decode) return why + ": not a decode call";
   return why + ": tiles = B*Hkv = " + number(p.B) + "*" + number(p.Hkv) + " = " + number(gate.tiles) +
-         (gate.closed ? " < " : " >= ") + format_fixed(tables.gate.occupancy) + "*" + number(device.sm_count) +
+         (gate.closed ? " < " : " >= ") + format_fixed(tables.cost_model.occupancy) + "*" + number(device.sm_count) +
          " SMs -> " +
          (!gate.closed           ? "open"
           : plan.rescue_row >= 0 ? "closed, but stock attention is wrong for this call"
@@ -323,7 +323,7 @@ std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceF
             "sdpa_backend('math')."
           : not_examined_reason(plan, mode, tables));
   add(Backend::kStock, not_examined_reason(plan, mode, tables));
-  const bool measured =
+  const bool has_gate_text =
       device.cc != 0 && (plan.choice_row >= 0 || plan.rescue_row >= 0 || plan.gate.decode || plan.splits.n > 1);
   const bool has_gradients = plan.ours() && p.grad;
   out += "}, \"why\": {";
@@ -333,7 +333,7 @@ std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceF
   out += "}, \"precision\": " + quote(needs_text(plan.features)) + ", \"why_not_8bit\": " +
          quote(in_16_bits ? reason_text(plan.why_not_8bit, with_requested_precision(original, mode), device, tables)
                           : "") +
-         ", \"gate\": " + quote(measured ? gate_text(plan, p, device, tables) : "") +
+         ", \"gate\": " + quote(has_gate_text ? gate_text(plan, p, device, tables) : "") +
          ", \"row\": " + quote(row_text(plan.choice_row, tables)) +
          ", \"rescue\": " + quote(rescue_text(plan.rescue_row, tables)) +
          ", \"copies\": " + quote(plan.ours() ? copies_text(p, tables) : "") +

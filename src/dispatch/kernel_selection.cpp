@@ -155,14 +155,14 @@ namespace {
 
 // Return the class of the operands as stock receives the operands. Rows copied by stock, too, count as the copies.
 // Tensors with a strided last dim are a class of their own, because stock serves such calls by math.
-Operands operands_of(const CallFacts& p, const KernelRow& kernel) {
-  if (!last_dim_contiguous(p)) return kColumns;
-  if (kernel.elementwise == 0) return p.D == p.Dv ? kSquare : kMixed;
-  return head_dims_aligned(p) ? kUnaligned : kOddDims;
+OperandClass operand_class_of(const CallFacts& p, const KernelRow& kernel) {
+  if (!last_dim_contiguous(p)) return kStridedLastDim;
+  if (kernel.elementwise == 0) return p.D == p.Dv ? kSquareHeadDims : kMixedHeadDims;
+  return head_dims_aligned(p) ? kUnaligned : kOddHeadDims;
 }
 
 bool matches_class(const ChoiceRow& row, const CallFacts& p, int kind, const KernelRow& kernel) {
-  return row.kind == kind && (row.operands & operands_of(p, kernel)) != 0 && row.family == kernel.family &&
+  return row.kind == kind && (row.operands & operand_class_of(p, kernel)) != 0 && row.family == kernel.family &&
          (row.elements >> kernel.element & 1) != 0 && (row.grad != 0) == p.as_with_gradients() &&
          row.features == p.needs;
 }
@@ -221,8 +221,8 @@ int find_choice_row(const CallFacts& p, const KernelRow& kernel, int64_t tiles, 
   return find_first_matching_row(p, kernel.kind, kernel, tiles, tables);
 }
 
-int find_parts_row(const CallFacts& p, const KernelRow& fused, const Tables& tables) {
-  return find_first_matching_row(p, kPartBwd, fused, 0, tables);
+int find_split_backward_row(const CallFacts& p, const KernelRow& fused, const Tables& tables) {
+  return find_first_matching_row(p, kSplitBwd, fused, 0, tables);
 }
 
 Reason slower_reason(const Plan& plan, const Tables& tables) {

@@ -35,8 +35,7 @@ bool is_readable_in_place(AtenTensorHandle bias, const int64_t stride[4], int64_
 }
 
 // Return a bias in a layout that the kernel reads: a view, or a copy.
-TensorHandle make_readable(const ForwardCall& call, const CallFacts& p, const TensorClass& query,
-                           const KernelRow& row) {
+TensorHandle make_readable(const ForwardCall& call, const CallFacts& p, const TensorMeta& query, const KernelRow& row) {
   const AtenTensorHandle bias = call.mask;
   const int64_t unit = kUnitBytes / element_bytes(bias);
   int64_t size[4], stride[4];
@@ -141,7 +140,7 @@ TensorHandle in_bias_layout(TensorHandle gradient, AtenTensorHandle bias) {
   return view(laid_out.get(), static_cast<int>(4 - like.missing), like.size + like.missing, like.stride + like.missing);
 }
 
-TensorHandle pack_bias_args(const ForwardCall& call, const CallFacts& p, const TensorClass& query, const KernelRow& row,
+TensorHandle pack_bias_args(const ForwardCall& call, const CallFacts& p, const TensorMeta& query, const KernelRow& row,
                             Arguments* arguments) {
   const bool wide = arguments->takes("bias32");
   if (!wide && !arguments->takes("bias")) return {};

@@ -19,7 +19,7 @@ PLAIN, LONG, ONE_HEAD = call((1, 8, 8), (512, 512), (64, 64)), call((4, 16, 16),
 FORWARDS = tuple(row for row in kernel_table.KERNEL_ROWS if row.kind == "fwd")
 LARGE = tuple(row for row in FORWARDS if row.arch == 80 and row.specs()[0].smem_bytes() > DEVICES["l4"]["smem_bytes"])
 NO_BIAS_GRADIENT = tuple(row for row in kernel_table.KERNEL_ROWS if row.kind != "dbias")
-CLOSED_GATE = dataclasses.replace(dispatch_table.GATE, occupancy=0.8)
+CLOSED_GATE = dataclasses.replace(dispatch_table.COST_MODEL, occupancy=0.8)
 
 
 @dataclass(frozen=True)

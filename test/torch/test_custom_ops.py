@@ -221,7 +221,9 @@ def test_schema_beyond_the_stack_of_a_call_does_not_compile(arguments: int, resu
 
 
 @pytest.mark.parametrize(
-    "function, more", [(sdpa_composite._sdpa, set()), (torch_flashplug.explain, {"device"})], ids=["plan_b", "explain"]
+    "function, more",
+    [(sdpa_composite._sdpa, set()), (torch_flashplug.explain, {"device"})],
+    ids=["composite_hook", "explain"],
 )
 def test_parameter_names_equal_names_of_torch(function: Callable, more: set[str]) -> None:
     """Compare parameter names with F.sdpa and with the choice of stock, because both functions are asked by name."""

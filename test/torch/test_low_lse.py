@@ -42,8 +42,8 @@ def test_unmasked_partial_blocks_are_a_cudnn_fault(
     arguments = (query, key, key, None, settings["dropout_p"], settings["is_causal"], None)
     with use_device_backend("cpu"):
         bindings.set_facts_override(GPUS[settings["gpu"]])
-        choice, reason = describe_call.right_choice(CUDNN.value, *arguments)
-        assert describe_call.right_choice(FLASH.value, *arguments) == (FLASH.value, "")
+        choice, reason = describe_call.corrected_choice(CUDNN.value, *arguments)
+        assert describe_call.corrected_choice(FLASH.value, *arguments) == (FLASH.value, "")
     # With the CPU stub backend, no call suits the efficient attention.
     assert choice == (MATH if faulty else CUDNN).value and ("NaN" in reason) is faulty
 

@@ -305,7 +305,7 @@ def test_cudnn_faults_select_a_correct_backend(change: dict[str, object], fault:
     arguments = {"query": tensor, "key": tensor, "value": tensor} | settings | change
 
     def answer(choice: SDPBackend) -> tuple[str, str]:
-        chosen, reason = describe_call.right_choice(choice.value, *arguments.values())
+        chosen, reason = describe_call.corrected_choice(choice.value, *arguments.values())
         return SDPBackend(chosen).name.removesuffix("_ATTENTION"), reason
 
     chosen, reason = answer(SDPBackend.CUDNN_ATTENTION)

@@ -68,8 +68,8 @@ def enable(*, precision: str | None = None) -> None:
     """Route the F.scaled_dot_product_attention calls of the whole process through the dispatcher.
 
     `import torch_flashplug` calls this function already; `disable()` reverses the effect. If torch's choice function
-    cannot be hooked, a Python implementation of F.sdpa is used instead (Plan B). Bugs of stock attention are repaired
-    for the calls served by stock, unless TORCH_FLASHPLUG_REPAIR=0. Graphs compiled earlier do not change.
+    cannot be hooked, a Python implementation of F.sdpa is used instead (the composite hook). Bugs of stock attention
+    are repaired for the calls served by stock, unless TORCH_FLASHPLUG_REPAIR=0. Graphs compiled earlier do not change.
 
     Args:
         precision: the precision permitted in products of all calls of the process outside of `sdpa_backend` blocks
@@ -176,7 +176,7 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
                 f"{_ours_in_words()} for 8 bits."
             )
         if precision is not None and not field:
-            field = bindings.WHOLE_PRECISION
+            field = bindings.INPUT_PRECISION
         self.backend, self.num_splits, self.precision = backend, num_splits, precision
         self.mode = BACKENDS.index(backend) | num_splits << SPLITS_SHIFT | field << bindings.PRECISION_SHIFT
 
@@ -338,7 +338,7 @@ def explain(
     device_type = "cuda" if device is not None else query.device.type
     query, key, value, attn_mask = describe_call.under_autocast(device_type, query, key, value, attn_mask)
     call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
-    asked = describe_call.as_router_gets(query, key, value, attn_mask)
+    asked = describe_call.as_choice_hook_gets(query, key, value, attn_mask)
     query, key, value, attn_mask = _as_hook_gets(query, key, value, attn_mask)
     choice, raised = _UNKNOWN, ""
     # Only calls on CUDA tensors reach the hook. So a forced backend has no effect on other devices.
@@ -359,8 +359,9 @@ def explain(
     refusal = functools.partial(describe_call.refusal, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     right = ""
     if choice != _UNKNOWN:
-        becomes, fault = describe_call.right_choice(choice, *asked, dropout_p, is_causal, scale)
-        in_math = sdpa_composite.installed() and becomes != choice  # math is the only replacement that Plan B can make
+        becomes, fault = describe_call.corrected_choice(choice, *asked, dropout_p, is_causal, scale)
+        # The composite hook can only replace stock's choice by math.
+        in_math = sdpa_composite.installed() and becomes != choice
         right = _right(choice, SDPBackend.MATH.value if in_math else becomes, fault)
     of_stock = functools.partial(refusal, by_math=choice == SDPBackend.MATH.value)
     if describe_call.takes_math(mode):
@@ -374,7 +375,8 @@ def explain(
         is_forced = bindings.forced_kernels(requested_mode)
         note = "Stock serves such calls even with a forced backend." if is_forced else ""
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), sentences(outside, note))
-        mended = describe_call.is_asked(mode) and not sdpa_composite.installed()  # Plan B changes only calls of F.sdpa
+        # The composite hook changes only calls of F.sdpa.
+        mended = describe_call.is_asked(mode) and not sdpa_composite.installed()
         stocks = right if mended else _name(choice)
         return Plan(call, "stock", reasons=reasons, error=of_stock() or raised, stock_choice=stocks)
     facts = _facts_of(query, device)
@@ -396,9 +398,9 @@ def explain(
 def _as_hook_gets(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return query, key, value and mask with the dims that the dispatcher receives.
 
-    Plan B receives the caller's tensors, because Plan B runs before torch adds a batch dim to 3-D operands.
+    The composite hook receives the caller's tensors: it runs before torch adds a batch dim to 3-D operands.
     """
-    return tensors if sdpa_composite.installed() else describe_call.as_router_gets(*tensors)
+    return tensors if sdpa_composite.installed() else describe_call.as_choice_hook_gets(*tensors)
 
 
 def _ignored(mode: int, reasons: dict[str, str], query: Tensor) -> dict[str, str]:
@@ -463,8 +465,8 @@ def _explain_cached(
             # The first reason can be the 8-bit dtypes themselves, which say nothing new.
             reasons[backend] = kernel_plan["reasons"].get(backend, "").rpartition("Also: ")[2]
         reason = reasons[KERNEL_BACKENDS[-1]]
-        if query.shape[1] // max(key.shape[1], 1) * query.shape[2] > dispatch_table.GATE.rows:
-            reason = f"The call has more than {dispatch_table.GATE.rows} query rows for each KV head."
+        if query.shape[1] // max(key.shape[1], 1) * query.shape[2] > dispatch_table.COST_MODEL.max_decode_rows:
+            reason = f"The call has more than {dispatch_table.COST_MODEL.max_decode_rows} query rows for each KV head."
     dequantized = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in (key, value)]
     plan = explain(query, *dequantized, attn_mask, dropout_p, is_causal, **settings, device=device)
     return replace(plan, why_not_8bit=sentences("Key and value are converted to 16 bits first", reason))

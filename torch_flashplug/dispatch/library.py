@@ -92,7 +92,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.flashplug_set_learn_callback.restype = None
     library.flashplug_device_facts.argtypes = [ctypes.c_int, numbers]
     library.flashplug_set_facts_override.argtypes = [numbers]
-    for row in ("family", "kernel", "choice", "rescue", "varlen", "feature", "argument", "gate", "layout"):
+    for row in ("family", "kernel", "choice", "rescue", "varlen", "feature", "argument", "cost_model", "layout"):
         getattr(library, f"flashplug_add_{row}_row").argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.flashplug_set_trace_callback.restype = None
     library.flashplug_wrap_function.restype = ctypes.c_void_p

@@ -36,7 +36,7 @@ for _name in ("sdpa_fwd", "_math_fwd"):
 for _name in ("sdpa_bwd", "_math_bwd"):
     _library.define(f"{_name}({_BACKWARD_ARGS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)", tags=_TAGS)
 _library.define(
-    "_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
+    "_corrected_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
     "float? scale, int chosen) -> (int choice, int fault)"
 )
 for _name in ("quantized_kv_fwd", "_quantized_kv_math"):  # implemented in quantized_kv.py

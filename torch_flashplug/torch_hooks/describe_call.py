@@ -1,7 +1,7 @@
 """Facts of an F.sdpa call read from Python tensors, for bindings.plan().
 
-explain() and Plan B use this module. For served calls, C++ reads the tensors. C++ also computes the facts of a call
-from the values collected here (src/core/call_facts.h).
+explain() and the composite hook use this module. For served calls, C++ reads the tensors. C++ also computes the facts
+of a call from the values collected here (src/core/call_facts.h).
 
 The functions mirror the first decisions of src/hooks/sdp_choice.cpp. Only the hints of symbolic sizes are read, so that
 no guard is added.
@@ -28,7 +28,7 @@ from ..registry.kernel_spec import ROWS_PER_WARPGROUP
 DTYPES = {name: getattr(torch, info.torch_name) for name, info in DTYPE_INFO.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OTHER_DTYPE = len(DTYPE_IDS)
-_RIGHT_CHOICE = sdpa.namespace._right_choice.default
+_CORRECTED_CHOICE = sdpa.namespace._corrected_choice.default
 _AT_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 # Computed at import, so that tracing is_autocast() does not trace is_autocast_available().
 _HAVE_AUTOCAST = {kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind)}
@@ -91,8 +91,8 @@ def _becomes_floats(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
     """Return whether F.sdpa converts a bool mask to floats before any backend, ours included, gets the mask.
 
     F.sdpa does so under functorch and under dispatch modes (`as_floats` of src/hooks/sdp_choice.cpp). C++ cannot answer
-    for explain() and for Plan B: C++ looks at the tensors and modes below all tracing, but this function runs above,
-    where functionalization still wraps the tensors and where the modes of the tracer are active.
+    for explain() and for the composite hook. C++ looks at the tensors and modes below all tracing. This function runs
+    above, where functionalization still wraps the tensors and where the modes of the tracer are active.
     """
     if mask.dtype != torch.bool:
         return False
@@ -115,7 +115,7 @@ def adds_batch_dim() -> bool:
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
 
 
-def as_router_gets(
+def as_choice_hook_gets(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the tensors of an F.sdpa call in the form passed to torch's choice function."""
@@ -379,7 +379,7 @@ def is_asked(mode: int) -> bool:
     return bindings.enabled() and kernels_allowed() and bindings.backend_of(mode) not in {"math", "stock"}
 
 
-def right_choice(
+def corrected_choice(
     choice: int,
     query: Tensor,
     key: Tensor,
@@ -406,8 +406,9 @@ def right_choice(
     Returns:
         The corrected choice, a number of SDPBackend, and the bug of stock's choice in words; empty if there is no bug.
     """
-    right, fault = _RIGHT_CHOICE.redispatch(_AT_CUDA, query, key, value, attn_mask, dropout_p, is_causal, scale, choice)
-    return right, bindings.fault_said(fault)
+    call_args = (query, key, value, attn_mask, dropout_p, is_causal, scale)
+    corrected, fault = _CORRECTED_CHOICE.redispatch(_AT_CUDA, *call_args, choice)
+    return corrected, bindings.fault_said(fault)
 
 
 def hints(sizes: tuple) -> tuple[int | None, ...]:

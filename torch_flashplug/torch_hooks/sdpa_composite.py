@@ -118,7 +118,7 @@ def _backend(
         return "stock"
     call_args = (query, key, value, attn_mask, dropout_p, is_causal)
     choice = torch._fused_sdp_choice(*call_args, scale=scale, enable_gqa=enable_gqa)
-    _, fault = describe_call.right_choice(choice, *call_args, scale)
+    _, fault = describe_call.corrected_choice(choice, *call_args, scale)
     return "math" if fault else "stock"
 
 
