@@ -299,12 +299,12 @@ FLASHPLUG_EXPORT int flashplug_call_fact(int number, double* plain, char* out, i
 // Set sizes and layouts of a call whose operands Python holds. Each operand has four sizes, four strides, an address in
 // bytes, and the bytes of an element.
 FLASHPLUG_EXPORT void flashplug_read_operands(const int64_t* sizes, const int64_t* strides, const int64_t* addresses,
-                                              const int64_t* element_bytes, double* problem) {
-  CallFacts p = call_facts_from_array(problem);
+                                              const int64_t* element_bytes, double* call_facts) {
+  CallFacts p = call_facts_from_array(call_facts);
   const Shape shapes[kNumOperands] = {{sizes, strides}, {sizes + 4, strides + 4}, {sizes + 8, strides + 8}};
   fill_shapes(shapes, &p);
   for (int i = 0; i < kNumOperands; ++i) p.layout[i] = layout_of(shapes[i], addresses[i], element_bytes[i]);
-  copy_facts(p, problem);
+  copy_facts(p, call_facts);
 }
 FLASHPLUG_EXPORT int flashplug_shapes_fit(const int64_t* sizes, int enable_gqa) {
   const Shape shapes[kNumOperands] = {{sizes}, {sizes + 4}, {sizes + 8}};
@@ -323,30 +323,31 @@ FLASHPLUG_EXPORT int flashplug_stock_bug_text(int fault, char* out, int capacity
 FLASHPLUG_EXPORT int flashplug_scale(double scale) { return static_cast<int>(scale_of(scale)); }
 
 // Write the plan of a call as JSON. `remembered`: use the thread's plan cache, as real calls do.
-FLASHPLUG_EXPORT int flashplug_plan_text(const double* problem, const int64_t* facts, int64_t mode, int remembered,
+FLASHPLUG_EXPORT int flashplug_plan_text(const double* call_facts, const int64_t* facts, int64_t mode, int remembered,
                                          char* out, int capacity) {
-  const CallFacts p = call_facts_from_array(problem);
+  const CallFacts p = call_facts_from_array(call_facts);
   const DeviceFacts device = device_facts_from_array(facts);
   const Plan plan =
       remembered != 0 ? remembered_plan(p, device, Mode{mode}, tables()) : plan_call(p, device, Mode{mode}, tables());
   return copy_text(plan_json(plan, p, device, Mode{mode}, tables()), out, capacity);
 }
 // Return whether the thread's plan cache has the plan of exactly this call.
-FLASHPLUG_EXPORT int flashplug_is_plan_cached(const double* problem, const int64_t* facts, int64_t mode) {
-  return is_plan_cached(call_facts_from_array(problem), device_facts_from_array(facts), Mode{mode}, tables());
+FLASHPLUG_EXPORT int flashplug_is_plan_cached(const double* call_facts, const int64_t* facts, int64_t mode) {
+  return is_plan_cached(call_facts_from_array(call_facts), device_facts_from_array(facts), Mode{mode}, tables());
 }
 FLASHPLUG_EXPORT int64_t flashplug_missing_changes() { return missing_changes(); }
 // Return 1 if a plugin kernel was planned, but an earlier kernel lookup failed.
-FLASHPLUG_EXPORT int flashplug_kernel_missing(const double* problem, const int64_t* facts, int64_t mode) {
-  const CallFacts p = call_facts_from_array(problem);
+FLASHPLUG_EXPORT int flashplug_kernel_missing(const double* call_facts, const int64_t* facts, int64_t mode) {
+  const CallFacts p = call_facts_from_array(call_facts);
   const DeviceFacts device = device_facts_from_array(facts);
   const Plan& plan = remembered_plan(p, device, Mode{mode}, tables());
   return plan.ours() && kernel_missing(plan.kernel_row, device);
 }
-FLASHPLUG_EXPORT int flashplug_forced_error(const double* problem, const int64_t* facts, int64_t mode, char* out,
+FLASHPLUG_EXPORT int flashplug_forced_error(const double* call_facts, const int64_t* facts, int64_t mode, char* out,
                                             int capacity) {
-  return copy_text(forced_error(call_facts_from_array(problem), device_facts_from_array(facts), Mode{mode}, tables()),
-                   out, capacity);
+  return copy_text(
+      forced_error(call_facts_from_array(call_facts), device_facts_from_array(facts), Mode{mode}, tables()), out,
+      capacity);
 }
 
 FLASHPLUG_EXPORT void flashplug_counters(int64_t* out, int reset) {

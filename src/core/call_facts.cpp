@@ -31,7 +31,7 @@ int64_t address_of(AtenTensorHandle tensor, Memory memory, int64_t element_bytes
   return aoti_torch_get_storage_offset(tensor, &offset) == 0 ? offset * element_bytes : 0;
 }
 
-// Set the window of a problem. An absent bound becomes a bound beyond all keys, even for a tile's rows after the last
+// Set the window of a call. An absent bound becomes a bound beyond all keys, even for a tile's rows after the last
 // row. Otherwise the block order would depend on the number of keys beside a sequence's own
 // (kernels/tiling/sliding_window.py).
 void set_window(const Window& window, CallFacts* p) {

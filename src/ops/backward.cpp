@@ -208,12 +208,12 @@ bool our_backward(const BackwardCall& call, const CallFacts& p, const DeviceFact
                   BackwardResult* result) {
   if (cpu_stub() == CpuStub::kMath) return false;
   if ((p.needs & kMask) != 0 && !can_preprocess_mask(call.forward.mask, p)) return false;
-  CallFacts problem = p;
-  problem.grad = true;
-  problem.bias_grad = call.wanted_grads[3];
+  CallFacts with_gradients = p;
+  with_gradients.grad = true;
+  with_gradients.bias_grad = call.wanted_grads[3];
   const bool* wanted_grads = call.wanted_grads;
   const int64_t wanted_bits = (wanted_grads[0] ? kWantDq : 0) + (wanted_grads[1] || wanted_grads[2] ? kWantDkDv : 0);
-  const BackwardPlan plan = plan_backward(problem, device, mode, tables(), wanted_bits);
+  const BackwardPlan plan = plan_backward(with_gradients, device, mode, tables(), wanted_bits);
   if (!plan.ours()) return false;
   const int any_row = std::max(plan.kernel_row, plan.bias_row);
   if (any_row < 0) return true;  // nothing is wanted
