@@ -22,6 +22,7 @@
 #include "launch/launch.h"
 #include "operands/operands.h"
 #include "ops/ops.h"
+#include "stock/stock.h"
 #include "stock/torch_symbols.h"
 
 using namespace flashplug;
@@ -102,21 +103,30 @@ struct Names {
 };
 const Names kVocabulary[] = {{"backends", kBackendNames},
                              {"kinds", kKindNames},
-                             {"operands", kOperandsNames},
+                             {"operand classes", kOperandClassNames},
                              {"call facts", kCallFactNames},
-                             {"number types", kNumberTypeNames},
+                             {"argument dtypes", kArgumentDtypeNames},
                              {"schemas", kSchemas},
                              {"exits", kExitNames},
                              {"reasons", kWhyNames},
                              {"shape obstacles", kShapeObstacleNames},
                              {"mask obstacles", kMaskObstacleNames},
+                             {"mask flags", kMaskFlagNames},
+                             {"scales", kScaleNames},
+                             {"paths", kPathNames},
+                             {"device facts", kDeviceFactNames},
+                             {"trace answers", kTraceAnswerNames},
+                             {"compile answers", kCompileAnswerNames},
+                             {"circumstances", kCircumstanceNames},
+                             {"stock backends", kStockBackendNames},
+                             {"varlen windows", kVarlenWindowNames},
                              {"varlen rules", kVarlenRuleNames},
-                             {"varlen facts", kVarlenFactNames},
-                             {"varlen exits", kVarlenExitNames},
+                             {"varlen call members", kVarlenCallMembers},
+                             {"varlen reasons", kVarlenReasonNames},
                              {"varlen kernels", kVarlenKernelNames},
-                             {"varlen fact bits", kVarlenFactBits}};
+                             {"varlen facts", kVarlenFactNames}};
 
-// Return the device facts, in the field order of FACTS_FIELDS in bindings.py.
+// Return the device facts, in the order of `kDeviceFactNames`.
 DeviceFacts device_facts_from_array(const int64_t* f) {
   return DeviceFacts{static_cast<int>(f[0]), static_cast<int>(f[1]), static_cast<int>(f[2]), static_cast<int>(f[3]),
                      static_cast<int>(f[4])};
@@ -146,7 +156,7 @@ FLASHPLUG_EXPORT int flashplug_set_varlen_schema(const char* op, const char* sch
 }
 FLASHPLUG_EXPORT void flashplug_set_varlen_rule(int rule) { set_varlen_rule(rule); }
 FLASHPLUG_EXPORT int flashplug_varlen_rule() { return varlen_rule(); }
-// Write the decision about a varlen call as JSON. `facts` has the values of `kVarlenFactNames`, in order.
+// Write the decision about a varlen call as JSON. `facts` has the values of `kVarlenCallMembers`, in order.
 FLASHPLUG_EXPORT int flashplug_varlen_text(const int64_t* facts, int cc, int64_t mode, char* out, int capacity) {
   VarlenCall call;
   std::memcpy(static_cast<void*>(&call), facts, sizeof call);  // all members are int64_t
@@ -229,7 +239,7 @@ FLASHPLUG_EXPORT int flashplug_add_family_row(const FamilyRow* row, size_t size)
 FLASHPLUG_EXPORT int flashplug_add_kernel_row(const KernelRow* row, size_t size) {
   return add_table_row(*row, size, [](Tables& t, const KernelRow& kernel) {
     t.add(kernel);
-    expect_kernels(t.kernels.size());
+    reserve_kernel_entries(t.kernels.size());
   });
 }
 FLASHPLUG_EXPORT int flashplug_add_argument_row(const ArgumentRow* row, size_t size) {
@@ -263,8 +273,8 @@ FLASHPLUG_EXPORT int flashplug_add_feature_row(const FeatureRow* row, size_t siz
 FLASHPLUG_EXPORT int flashplug_add_dtype_row(const DTypeRow* row, size_t size) {
   return add_table_row(*row, size, [](Tables& t, const DTypeRow& dtype) { t.add(dtype); });
 }
-FLASHPLUG_EXPORT int flashplug_add_gate_row(const GateRow* row, size_t size) {
-  return add_table_row(*row, size, [](Tables& t, const GateRow& gate) { t.gate = gate; });
+FLASHPLUG_EXPORT int flashplug_add_cost_model_row(const CostModelRow* row, size_t size) {
+  return add_table_row(*row, size, [](Tables& t, const CostModelRow& cost_model) { t.cost_model = cost_model; });
 }
 FLASHPLUG_EXPORT int flashplug_add_layout_row(const LayoutRow* row, size_t size) {
   return add_table_row(*row, size, [](Tables& t, const LayoutRow& layout) { t.layout = layout; });
@@ -282,12 +292,12 @@ FLASHPLUG_EXPORT int flashplug_call_fact(int number, double* plain, char* out, i
 // Set sizes and layouts of a call whose operands Python holds. Each operand has four sizes, four strides, an address in
 // bytes, and the bytes of an element.
 FLASHPLUG_EXPORT void flashplug_read_operands(const int64_t* sizes, const int64_t* strides, const int64_t* addresses,
-                                              const int64_t* element_bytes, double* problem) {
-  CallFacts p = call_facts_from_array(problem);
+                                              const int64_t* element_bytes, double* call_facts) {
+  CallFacts p = call_facts_from_array(call_facts);
   const Shape shapes[kNumOperands] = {{sizes, strides}, {sizes + 4, strides + 4}, {sizes + 8, strides + 8}};
   fill_shapes(shapes, &p);
   for (int i = 0; i < kNumOperands; ++i) p.layout[i] = layout_of(shapes[i], addresses[i], element_bytes[i]);
-  copy_facts(p, problem);
+  copy_facts(p, call_facts);
 }
 // Return the obstacle of the shapes of query, key and value, an index in `kShapeObstacleNames`.
 FLASHPLUG_EXPORT int flashplug_shape_obstacle(const int64_t* sizes, int enable_gqa) {
@@ -321,30 +331,31 @@ FLASHPLUG_EXPORT int flashplug_stock_bug_text(int fault, char* out, int capacity
 FLASHPLUG_EXPORT int flashplug_scale(double scale) { return static_cast<int>(scale_of(scale)); }
 
 // Write the plan of a call as JSON. `remembered`: use the thread's plan cache, as real calls do.
-FLASHPLUG_EXPORT int flashplug_plan_text(const double* problem, const int64_t* facts, int64_t mode, int remembered,
+FLASHPLUG_EXPORT int flashplug_plan_text(const double* call_facts, const int64_t* facts, int64_t mode, int remembered,
                                          char* out, int capacity) {
-  const CallFacts p = call_facts_from_array(problem);
+  const CallFacts p = call_facts_from_array(call_facts);
   const DeviceFacts device = device_facts_from_array(facts);
   const Plan plan =
       remembered != 0 ? remembered_plan(p, device, Mode{mode}, tables()) : plan_call(p, device, Mode{mode}, tables());
   return copy_text(plan_json(plan, p, device, Mode{mode}, tables()), out, capacity);
 }
 // Return whether the thread's plan cache has the plan of exactly this call.
-FLASHPLUG_EXPORT int flashplug_is_plan_cached(const double* problem, const int64_t* facts, int64_t mode) {
-  return is_plan_cached(call_facts_from_array(problem), device_facts_from_array(facts), Mode{mode}, tables());
+FLASHPLUG_EXPORT int flashplug_is_plan_cached(const double* call_facts, const int64_t* facts, int64_t mode) {
+  return is_plan_cached(call_facts_from_array(call_facts), device_facts_from_array(facts), Mode{mode}, tables());
 }
 FLASHPLUG_EXPORT int64_t flashplug_missing_changes() { return missing_changes(); }
 // Return 1 if a plugin kernel was planned, but an earlier kernel lookup failed.
-FLASHPLUG_EXPORT int flashplug_kernel_missing(const double* problem, const int64_t* facts, int64_t mode) {
-  const CallFacts p = call_facts_from_array(problem);
+FLASHPLUG_EXPORT int flashplug_kernel_missing(const double* call_facts, const int64_t* facts, int64_t mode) {
+  const CallFacts p = call_facts_from_array(call_facts);
   const DeviceFacts device = device_facts_from_array(facts);
   const Plan& plan = remembered_plan(p, device, Mode{mode}, tables());
   return plan.ours() && kernel_missing(plan.kernel_row, device);
 }
-FLASHPLUG_EXPORT int flashplug_forced_error(const double* problem, const int64_t* facts, int64_t mode, char* out,
+FLASHPLUG_EXPORT int flashplug_forced_error(const double* call_facts, const int64_t* facts, int64_t mode, char* out,
                                             int capacity) {
-  return copy_text(forced_error(call_facts_from_array(problem), device_facts_from_array(facts), Mode{mode}, tables()),
-                   out, capacity);
+  return copy_text(
+      forced_error(call_facts_from_array(call_facts), device_facts_from_array(facts), Mode{mode}, tables()), out,
+      capacity);
 }
 
 FLASHPLUG_EXPORT void flashplug_counters(int64_t* out, int reset) {

@@ -137,12 +137,12 @@ def _hard_timeout(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=["cpu", CUDA])
 def device_backend(request: pytest.FixtureRequest) -> Iterator[DeviceBackend]:
-    """Return the device backend with the router installed: the CPU stub or the real device."""
+    """Return the device backend with the choice hook installed: the CPU stub or the real device."""
     with use_device_backend(request.param) as device_backend:
         yield device_backend
 
 
-@pytest.fixture(params=["router", "plan_b"])
+@pytest.fixture(params=["choice_hook", "composite_hook"])
 def hooked_backend(request: pytest.FixtureRequest, device: str) -> Iterator[DeviceBackend]:
     """Return the device backend with either hook, since both hooks must behave alike."""
     with use_device_backend(device, request.param) as device_backend:

@@ -16,7 +16,8 @@ struct ForwardCall : Attention {
   bool bias_grad = false;               // whether autograd will want the bias gradient, as far as known
   // Output tensor for kernels that can write there: (B, Hq, Sq, Dv) of the query's dtype.
   AtenTensorHandle out = nullptr;
-  AtenTensorHandle tile_lists = nullptr;  // of a plan (varlen_tile_list.cpp); `plan_key` identifies the planned calls
+  // Tile lists of a plan (varlen_tile_list.cpp); `plan_key` identifies the planned calls.
+  AtenTensorHandle tile_lists = nullptr;
   int64_t plan_key = 0;
 };
 

@@ -37,7 +37,7 @@ constexpr int64_t kNoTask = -1;
 constexpr int kTaskShift = 24;  // position in a token: above the mode word
 constexpr int64_t kIsToken = int64_t{1} << 62;
 constexpr int64_t kTaskMask = (int64_t{1} << 32) - 1;
-constexpr size_t kMostChanges = 1 << 20;  // limit of a thread; at the limit the older half is forgotten
+constexpr size_t kMaxChanges = 1 << 20;  // limit of a thread; at the limit the older half is forgotten
 
 // The innermost block of the thread, and the graph task (a run of backward()) in which the block was entered.
 struct Block {
@@ -71,7 +71,7 @@ void record_mode_change(uint64_t thread, uint64_t sequence, int64_t word) {
   std::vector<Change>& changes = histories.changes[thread];
   while (!changes.empty() && changes.back().sequence >= sequence) changes.pop_back();  // no node was made in between
   if (word == (changes.empty() ? 0 : changes.back().word)) return;
-  if (changes.size() == kMostChanges) changes.erase(changes.begin(), changes.begin() + kMostChanges / 2);
+  if (changes.size() == kMaxChanges) changes.erase(changes.begin(), changes.begin() + kMaxChanges / 2);
   changes.push_back({sequence, word});
 }
 

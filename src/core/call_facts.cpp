@@ -14,10 +14,10 @@ namespace flashplug {
 
 namespace {
 
-bool on_one_device(const TensorClass (&operands)[kNumOperands]) {
-  const TensorClass& query = operands[0];
+bool on_one_device(const TensorMeta (&operands)[kNumOperands]) {
+  const TensorMeta& query = operands[0];
   return eligible_device(query.device_type) &&
-         std::all_of(operands, operands + kNumOperands, [&query](const TensorClass& operand) {
+         std::all_of(operands, operands + kNumOperands, [&query](const TensorMeta& operand) {
            return operand.device_type == query.device_type && operand.device_index == query.device_index;
          });
 }
@@ -31,7 +31,7 @@ int64_t address_of(AtenTensorHandle tensor, Memory memory, int64_t element_bytes
   return aoti_torch_get_storage_offset(tensor, &offset) == 0 ? offset * element_bytes : 0;
 }
 
-// Set the window of a problem. An absent bound becomes a bound beyond all keys, even for a tile's rows after the last
+// Set the window of a call. An absent bound becomes a bound beyond all keys, even for a tile's rows after the last
 // row. Otherwise the block order would depend on the number of keys beside a sequence's own
 // (kernels/tiling/sliding_window.py).
 void set_window(const Window& window, CallFacts* p) {
@@ -92,11 +92,11 @@ int64_t required_features(const Attention& call) {
   return needs;
 }
 
-bool read_class(const Attention& call, Facts* facts) {
+bool read_meta(const Attention& call, ReadFacts* facts) {
   const AtenTensorHandle tensors[kNumOperands] = {call.q, call.k, call.v};
-  CallFacts& p = facts->problem;
+  CallFacts& p = facts->call;
   for (int i = 0; i < kNumOperands; ++i) {
-    if (!read_class(tensors[i], &facts->operand[i])) return false;
+    if (!read_meta(tensors[i], &facts->operand[i])) return false;
     p.dtype[i] = facts->operand[i].dtype;
   }
   p.on_cuda = on_one_device(facts->operand);
@@ -106,27 +106,27 @@ bool read_class(const Attention& call, Facts* facts) {
   return true;
 }
 
-bool four_dims(const Facts& facts) {
-  return std::all_of(facts.operand, facts.operand + kNumOperands, [](const TensorClass& x) { return x.dim == 4; });
+bool four_dims(const ReadFacts& facts) {
+  return std::all_of(facts.operand, facts.operand + kNumOperands, [](const TensorMeta& x) { return x.dim == 4; });
 }
 
-bool read_shapes(const Attention& call, Memory memory, Facts* facts) {
+bool read_shapes(const Attention& call, Memory memory, ReadFacts* facts) {
   if (!four_dims(*facts)) return false;
   const AtenTensorHandle tensors[kNumOperands] = {call.q, call.k, call.v};
   for (int i = 0; i < kNumOperands; ++i) {
     if (!read_shape(tensors[i], &facts->shape[i])) return false;
   }
-  fill_shapes(facts->shape, &facts->problem);
+  fill_shapes(facts->shape, &facts->call);
   Shape block_table;
   if (is_defined(call.block_table) && read_shape(call.block_table, &block_table))
-    facts->problem.Sk *= block_table.size[1];
-  if (const std::optional<Window> window = window_of(call)) set_window(*window, &facts->problem);
+    facts->call.Sk *= block_table.size[1];
+  if (const std::optional<Window> window = window_of(call)) set_window(*window, &facts->call);
   int64_t starts = 0;
   if (is_defined(call.cu_seqlens_q) && aoti_torch_get_numel(call.cu_seqlens_q, &starts) == 0)
-    facts->problem.sequences = starts - 1;
+    facts->call.sequences = starts - 1;
   for (int i = 0; i < kNumOperands; ++i) {
-    const int64_t bytes = facts_of(facts->problem.dtype[i]).bytes;
-    facts->problem.layout[i] = layout_of(facts->shape[i], address_of(tensors[i], memory, bytes), bytes);
+    const int64_t bytes = facts_of(facts->call.dtype[i]).bytes;
+    facts->call.layout[i] = layout_of(facts->shape[i], address_of(tensors[i], memory, bytes), bytes);
   }
   return true;
 }

@@ -1,4 +1,4 @@
-// The facts of a call, and their reader from tensors. The router, the ops, and calls described by Python share the
+// The facts of a call, and their reader from tensors. The choice hook, the ops, and calls described by Python share the
 // reader.
 #pragma once
 
@@ -147,11 +147,12 @@ consteval int64_t feature_bit(std::string_view name) {
   return int64_t{1} << index;
 }
 constexpr int64_t kCausal = feature_bit("causal"), kMask = feature_bit("mask"), kDropout = feature_bit("dropout"),
-                  kWindow = feature_bit("window"), kRagged = feature_bit("ragged");
+                  kWindow = feature_bit("window"), kVarlen = feature_bit("ragged");
 constexpr int64_t kBiases = feature_bit("bias") | feature_bit("bias32"), kAnyMask = kMask | kBiases;
 // Sign of the softmax scale. Kernels compute the running maximum of unscaled scores, and therefore take positive scales
 // only. The sign of a different finite scale moves to the query (`SignedScale` in operands.h).
 enum class Scale : int { kPositive = 0, kZero = 1, kNegative = 2, kNotFinite = 3 };
+inline constexpr const char* kScaleNames[] = {"positive", "zero", "negative", "not finite"};
 inline bool is_unusual(Scale scale) { return scale == Scale::kZero || scale == Scale::kNegative; }
 
 constexpr int kNumOperands = 3;  // query, key, value
@@ -195,13 +196,13 @@ void visit_facts(CallFacts& p, Visit&& visit) {
   visit("B", B), visit("Hq", Hq), visit("Hkv", Hkv), visit("Sq", Sq), visit("Sk", Sk), visit("D", D), visit("Dv", Dv);
   visit("dtype_q", dtype[0]), visit("dtype_k", dtype[1]), visit("dtype_v", dtype[2]);
   const auto of_operand = [&visit](const char* const(&names)[5], Layout& x) {
-    auto& [last_stride, align_bytes, odd_base, odd_ones, broadcast] = x;
+    auto& [last_stride, align_bytes, unaligned_base, unaligned_unit_dim, broadcast] = x;
     visit(names[0], last_stride), visit(names[1], align_bytes);
-    visit(names[2], odd_base), visit(names[3], odd_ones), visit(names[4], broadcast);
+    visit(names[2], unaligned_base), visit(names[3], unaligned_unit_dim), visit(names[4], broadcast);
   };
-  of_operand({"last_stride_q", "align_q", "odd_base_q", "odd_ones_q", "broadcast_q"}, layout[0]);
-  of_operand({"last_stride_k", "align_k", "odd_base_k", "odd_ones_k", "broadcast_k"}, layout[1]);
-  of_operand({"last_stride_v", "align_v", "odd_base_v", "odd_ones_v", "broadcast_v"}, layout[2]);
+  of_operand({"last_stride_q", "align_q", "unaligned_base_q", "unaligned_unit_dim_q", "broadcast_q"}, layout[0]);
+  of_operand({"last_stride_k", "align_k", "unaligned_base_k", "unaligned_unit_dim_k", "broadcast_k"}, layout[1]);
+  of_operand({"last_stride_v", "align_v", "unaligned_base_v", "unaligned_unit_dim_v", "broadcast_v"}, layout[2]);
   visit("needs", needs), visit("on_cuda", on_cuda), visit("grad", grad), visit("bias_grad", bias_grad);
   visit("deterministic", deterministic), visit("scale", scale), visit("dropout_p", dropout_p),
       visit("softcap", softcap);
@@ -227,24 +228,24 @@ inline double fact_of(CallFacts p, int number) {
 }
 
 // A call during the reading of facts. Reading takes two steps, since the sizes of traced tensors may be symbolic.
-struct Facts {
-  CallFacts problem;
-  TensorClass operand[kNumOperands];
+struct ReadFacts {
+  CallFacts call;
+  TensorMeta operand[kNumOperands];
   Shape shape[kNumOperands];
   int32_t device_index() const { return operand[0].device_index; }  // device of the call
 };
 
 // Read the facts that any tensor can tell: number of dims, dtype, device, settings. Returns false if a tensor does not
 // tell.
-bool read_class(const Attention& call, Facts* facts);
-bool four_dims(const Facts& facts);  // true if every operand has 4 dims, as all functions below require
+bool read_meta(const Attention& call, ReadFacts* facts);
+bool four_dims(const ReadFacts& facts);  // true if every operand has 4 dims, as all functions below require
 
 // Location of the operands: at real addresses; or, for traced tensors, in future storages.
 enum class Memory { kReal, kTraced };
 inline Memory memory_of(bool only_traced) { return only_traced ? Memory::kTraced : Memory::kReal; }
-// Read sizes and layouts. `read_class()` must come first, because layouts depend on the dtypes. Returns false without
+// Read sizes and layouts. `read_meta()` must come first, because layouts depend on the dtypes. Returns false without
 // sizes or with symbolic sizes.
-bool read_shapes(const Attention& call, Memory memory, Facts* facts);
+bool read_shapes(const Attention& call, Memory memory, ReadFacts* facts);
 void fill_shapes(const Shape (&shape)[kNumOperands], CallFacts* p);  // sizes only
 
 // The first rule of the kernels that the shapes of query, key and value break. describe_call.py has a text for each
@@ -261,9 +262,9 @@ inline bool shapes_fit(const Shape (&shape)[kNumOperands], bool enable_gqa) {
 
 // Return true if kernels take the mask and stock does not reject the mask: same device, 2 to 4 dims that broadcast
 // (mask.cpp).
-bool mask_fits(AtenTensorHandle mask, const Facts& facts);
+bool mask_fits(AtenTensorHandle mask, const ReadFacts& facts);
 // Return `mask_fits()` for a traced mask, as far as sizes of the mask and of the operands are known.
-bool traced_mask_fits(AtenTensorHandle mask, const Facts& facts);
+bool traced_mask_fits(AtenTensorHandle mask, const ReadFacts& facts);
 
 // Classify a scale from the kernels' view: a 32-bit float, where subnormal numbers are flushed to 0. The default scale
 // is positive.

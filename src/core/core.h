@@ -47,31 +47,34 @@ constexpr bool is_ours(Backend backend) { return backend >= Backend::kFirstFamil
 // Layout of a mode word. Bits 0-6: the `Backend`. Bit 7: a preference, so that unsupported calls fall back to stock.
 // Bits 8-15: num_splits, where 0 is automatic. Bits 16-23: the precision. Precision 0 follows the process, values from
 // 1 on select a recipe of quant_recipes.py, and the constants below are special values. `effective_mode()` returns 0 or
-// a recipe. `kPermitted` then marks a recipe that comes from the process, because the sdpa_backend block sets only the
-// backend.
-constexpr int kPrecisionShift = 16;
-constexpr int kPermitted = 0x40;          // added to a recipe: the recipe is permitted, not forced
-constexpr int kWholePrecision = 0xff;     // the precision of the inputs, whatever the process says
-constexpr int kPrecisionOfThread = 0xfe;  // in graphs without gradients: the precision in force around each run
+// a recipe. `kPermitted` then marks a recipe that comes from the process, because the sdpa_backend block sets only
+// the backend.
+constexpr int64_t kBackendBits = 0x7f, kPreferenceBit = 0x80, kSplitsBits = 0xff00, kPrecisionBits = 0xff0000;
+constexpr int kSplitsShift = 8, kPrecisionShift = 16;
+constexpr int kPermitted = 0x40;       // added to a recipe: the recipe is permitted, not forced
+constexpr int kInputPrecision = 0xff;  // the precision of the inputs, whatever the process says
+constexpr int kPrecisionAtRun = 0xfe;  // in graphs without gradients: the precision in force around each run
 struct Mode {
   int64_t word = 0;
-  static Mode preferring(Backend backend) { return Mode{static_cast<int64_t>(backend) | 0x80}; }
+  static Mode preferring(Backend backend) { return Mode{static_cast<int64_t>(backend) | kPreferenceBit}; }
   static Mode forcing(int family) { return Mode{static_cast<int64_t>(backend_of(family))}; }
-  Backend backend() const { return static_cast<Backend>(word & 0x7f); }
-  int num_splits() const { return static_cast<int>((word >> 8) & 0xff); }
-  int precision() const { return static_cast<int>((word >> kPrecisionShift) & 0xff); }
-  Mode with_splits(int64_t splits) const { return Mode{(word & ~int64_t{0xff00}) | splits << 8}; }
-  Mode with_precision(int precision) const { return Mode{(word & 0xffff) | int64_t{precision} << kPrecisionShift}; }
-  Mode of_any_backend() const { return Mode{word & ~int64_t{0xff}}; }
+  Backend backend() const { return static_cast<Backend>(word & kBackendBits); }
+  int num_splits() const { return static_cast<int>((word & kSplitsBits) >> kSplitsShift); }
+  int precision() const { return static_cast<int>((word & kPrecisionBits) >> kPrecisionShift); }
+  Mode with_splits(int64_t splits) const { return Mode{(word & ~kSplitsBits) | splits << kSplitsShift}; }
+  Mode with_precision(int precision) const {
+    return Mode{(word & ~kPrecisionBits) | int64_t{precision} << kPrecisionShift};
+  }
+  Mode of_any_backend() const { return Mode{word & ~(kBackendBits | kPreferenceBit)}; }
   bool operator==(const Mode&) const = default;
-  bool is_preference() const { return (word & 0x80) != 0; }
+  bool is_preference() const { return (word & kPreferenceBit) != 0; }
   // Return the family of the requested backend; -1 without a kernel backend.
   int family() const {
     return is_ours(backend()) ? static_cast<int>(backend()) - static_cast<int>(Backend::kFirstFamily) : -1;
   }
   bool forces_kernels() const { return !is_preference() && is_ours(backend()); }
 };
-constexpr int64_t kModeMask = 0xffffff;
+constexpr int64_t kModeMask = kBackendBits | kPreferenceBit | kSplitsBits | kPrecisionBits;
 // Return the feature bit of the recipe of a mode: a need of a call beyond the facts of its tensors. 0 without a recipe.
 inline int64_t recipe_features(Mode mode, const Tables& tables) {
   const size_t recipe = static_cast<size_t>(mode.precision() & ~kPermitted) - 1;
@@ -90,6 +93,7 @@ struct DeviceFacts {
   int memory_rate = 0;  // bytes per ns, reads and writes together; 0: unknown
   bool operator==(const DeviceFacts&) const = default;
 };
+constexpr const char* kDeviceFactNames[] = {"cc", "sm_count", "smem_bytes", "l2_bytes", "memory_rate"};
 
 // Values of SDPBackend.
 inline constexpr int64_t kChoiceMath = 0, kChoiceFlash = 1, kChoiceEfficient = 2, kChoiceCudnn = 3,
@@ -112,14 +116,15 @@ CpuStub cpu_stub();
 int cta_margin();  // SMs that the thread's launches leave free, for the collectives of ring attention
 DeviceFacts device_facts(int device_index);  // cached; returns the override if one is set
 // Callback into Python for a call whose operands (at::Tensor*, all 4-d) are dispatched by Python. The mask may be null.
-// A null callback means: not installed.
-enum class Traced : int {
-  kStocks = 0,
-  kSized = 1,  // twelve size hints are filled in
-  kSizesLater = 2,
-  kPart = 3,  // operands on several devices; the sizes belong to each device's op call
-  kStep = 4   // same as `kPart`, for a step of ring attention; no dropout is supported there
+// A null callback means: not installed. The callback returns a `TraceAnswer`.
+enum class TraceAnswer : int {
+  kStock = 0,           // stock serves the call
+  kSizesKnown = 1,      // twelve size hints are filled in
+  kSizesAtRunTime = 2,  // sizes are symbolic, so the op decides at run time
+  kPerDevice = 3,       // operands on several devices; the sizes belong to each device's op call
+  kRingStep = 4         // same as `kPerDevice`, for a step of ring attention; no dropout is supported there
 };
+constexpr const char* kTraceAnswerNames[] = {"stock", "sizes known", "sizes at run time", "per device", "ring step"};
 using TraceCallback = int (*)(const void* q, const void* k, const void* v, const void* mask, int64_t* sizes);
 TraceCallback trace_callback();
 enum class Path : int {
@@ -134,7 +139,10 @@ enum class Path : int {
   kRoutedOurs,
   kRoutedStock
 };
-constexpr int kNumPaths = 10;
+constexpr const char* kPathNames[] = {"ours_fwd",     "cudnn_fwd",     "efficient_fwd", "math_fwd",    "ours_bwd",
+                                      "repaired_bwd", "efficient_bwd", "math_bwd",      "routed_ours", "routed_stock"};
+constexpr int kNumPaths = std::size(kPathNames);
+static_assert(kNumPaths == static_cast<int>(Path::kRoutedStock) + 1);
 void count(Path path);
 void log_warning(const std::string& text);
 bool plans_are_logged();

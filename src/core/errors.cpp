@@ -172,16 +172,17 @@ std::string_view last_torch_error_text() {
 }
 
 // Beginnings of torch's texts for errors that are no RuntimeError. All other types are known only after a second call.
-struct Spelled {
+struct ExceptionPrefix {
   const char* begin;
   const char *module, *type;
 };
-// A text of pybind11 has the type, the message and, after `kPlaces`, a traceback.
-constexpr std::string_view kPlaces = "\n\nAt:\n";
-constexpr Spelled kSpelled[] = {{"CUDA out of memory", "torch", "OutOfMemoryError"},
-                                {"CUDA error: ", "torch", "AcceleratorError"},
-                                {"Could not run '", "builtins", "NotImplementedError"},
-                                {"There were no tensor arguments to this function", "builtins", "NotImplementedError"}};
+// A text of pybind11 has the type, the message and, after `kTracebackMarker`, a traceback.
+constexpr std::string_view kTracebackMarker = "\n\nAt:\n";
+constexpr ExceptionPrefix kExceptionPrefixes[] = {
+    {"CUDA out of memory", "torch", "OutOfMemoryError"},
+    {"CUDA error: ", "torch", "AcceleratorError"},
+    {"Could not run '", "builtins", "NotImplementedError"},
+    {"There were no tensor arguments to this function", "builtins", "NotImplementedError"}};
 
 // Throw a Python exception of the given type. Returns if there is no such exception type.
 void raise_as(const char* module_name, const char* type_name, const std::string& text) {
@@ -205,12 +206,12 @@ void raise_as(const char* module_name, const char* type_name, const std::string&
 
 // Throw an exception whose Python type is recognized by the text. Returns if no type is recognized.
 void throw_exception_named_in(const std::string& text) {
-  for (const Spelled& spelled : kSpelled) {
-    if (text.starts_with(spelled.begin)) raise_as(spelled.module, spelled.type, text);
+  for (const ExceptionPrefix& prefix : kExceptionPrefixes) {
+    if (text.starts_with(prefix.begin)) raise_as(prefix.module, prefix.type, text);
   }
-  const size_t places = text.find(kPlaces), colon = text.find(": ");
-  if (places == std::string::npos || colon > places) return;
-  const std::string type = text.substr(0, colon), message = text.substr(colon + 2, places - colon - 2);
+  const size_t traceback = text.find(kTracebackMarker), colon = text.find(": ");
+  if (traceback == std::string::npos || colon > traceback) return;
+  const std::string type = text.substr(0, colon), message = text.substr(colon + 2, traceback - colon - 2);
   if (!type.ends_with("Error") && !type.ends_with("Exception")) return;
   for (const char* module : {"builtins", "torch"}) raise_as(module, type.c_str(), message);
 }

@@ -7,11 +7,14 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <string_view>
 
 #include "core/call_facts.h"
 
 namespace flashplug {
+
+constexpr int kMaxStack = 20;  // maximal number of arguments and of results of an op
 
 class Schema {
  public:
@@ -28,6 +31,8 @@ class Schema {
     text.substr(0, std::min(dot, end)).copy(name_, sizeof name_ - 1);
     if (dot < end) text.substr(dot + 1, end - dot - 1).copy(overload_, sizeof overload_ - 1);
     while (!argument(count_).empty()) ++count_;
+    const std::string_view results = text_.substr(text_.rfind(") -> "));
+    if (std::max<int64_t>(count_, std::ranges::count(results, ',') + 1) > kMaxStack) throw "kMaxStack is too small";
   }
   constexpr const char* text() const { return text_; }
   const char* name() const { return name_; }
@@ -85,12 +90,12 @@ class Schema {
 
 // ---- the overrideable op, and the project's own ops (ops/sdpa.py defines the latter) ----
 
-inline constexpr Schema kCarrierForward(
+inline constexpr Schema kOverrideableForward(
     "aten::_scaled_dot_product_fused_attention_overrideable(Tensor query, Tensor key, Tensor value, "
     "Tensor? attn_bias=None, float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, "
     "float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, "
     "SymInt max_k, Tensor philox_seed, Tensor philox_offset, Tensor debug_attn_mask)");
-inline constexpr Schema kCarrierBackward(
+inline constexpr Schema kOverrideableBackward(
     "aten::_scaled_dot_product_fused_attention_overrideable_backward(Tensor grad_out, Tensor query, Tensor key, "
     "Tensor value, Tensor attn_bias, bool[4] grad_input_mask, Tensor out, Tensor logsumexp, Tensor cum_seq_q, "
     "Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, Tensor philox_seed, "
@@ -157,7 +162,7 @@ inline constexpr Schema kPagedForwardOut(
     "Tensor seqused_k, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, {required}, {optional}, int block_mode=0) -> "
     "Tensor lse");
 inline constexpr Schema kPreprocessMask("torch_flashplug::_preprocess_mask(Tensor mask, int numbers) -> Tensor");
-inline constexpr Schema kRightChoice(
+inline constexpr Schema kCorrectedChoice(
     "torch_flashplug::_corrected_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
     "bool is_causal, float? scale, int chosen) -> (int choice, int fault)");
 inline constexpr Schema kMathForward(
@@ -212,24 +217,24 @@ inline constexpr Schema kNanToNum(
 inline constexpr Schema kRandom("aten::random_(Tensor(a!) self, *, Generator? generator=None) -> Tensor(a!)");
 
 // Ops underneath stock's efficient attention; further calls reach them directly (efficient_attention_op.cpp).
-inline constexpr Schema kRowsForward(
+inline constexpr Schema kEfficientOpForward(
     "aten::_efficient_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float dropout_p, int custom_mask_type, "
     "bool compute_log_sumexp=False, *, float? scale=None, Tensor? seqlen_k=None, int? window_size=None) -> "
     "(Tensor output, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, SymInt max_seqlen_batch_q, "
     "SymInt max_seqlen_batch_k)");
-inline constexpr Schema kRowsBackward(
+inline constexpr Schema kEfficientOpBackward(
     "aten::_efficient_attention_backward(Tensor grad_out_, Tensor query, Tensor key, Tensor value, Tensor? bias, "
     "Tensor out, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "Tensor logsumexp, float dropout_p, Tensor philox_seed, Tensor philox_offset, int custom_mask_type, "
     "bool bias_requires_grad, *, float? scale=None, int? num_splits_key=None, int? window_size=None, "
     "bool shared_storage_dqdkdv=False) -> (Tensor, Tensor, Tensor, Tensor)");
 // Every schema above. test_custom_ops.py compares each with torch's own, and checks that none is missing here.
-inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
-                                           kCarrierBackward.text(),
+inline constexpr const char* kSchemas[] = {kOverrideableForward.text(),
+                                           kOverrideableBackward.text(),
                                            kOwnForward.text(),
                                            kOwnBackward.text(),
-                                           kRightChoice.text(),
+                                           kCorrectedChoice.text(),
                                            kMathForward.text(),
                                            kMathBackward.text(),
                                            kQuantizedKvForward.text(),
@@ -240,8 +245,8 @@ inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
                                            kFlashBackward.text(),
                                            kEfficientForward.text(),
                                            kEfficientBackward.text(),
-                                           kRowsForward.text(),
-                                           kRowsBackward.text(),
+                                           kEfficientOpForward.text(),
+                                           kEfficientOpBackward.text(),
                                            kNegate.text(),
                                            kRepeat.text(),
                                            kSum.text(),

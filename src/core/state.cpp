@@ -34,8 +34,8 @@ int exchange_cta_margin(int ctas) { return std::exchange(thread_margin, ctas); }
 int cta_margin() { return thread_margin; }
 
 void Tables::add(FamilyRow row) {
-  if (families.size() == kMostFamilies)
-    throw std::runtime_error("torch_flashplug: kMostFamilies must be at least the length of FAMILIES.");
+  if (families.size() == kMaxFamilies)
+    throw std::runtime_error("torch_flashplug: kMaxFamilies must be at least the length of FAMILIES.");
   row.backend = keep(row.backend), row.gpus = keep(row.gpus);
   families.push_back(row);
   groups.emplace_back();
@@ -83,18 +83,18 @@ bool Tables::has_kernel_with_all(int family, int64_t needs) const {
 
 void Tables::add(const ArgumentRow& row) {
   Signature& signature = signatures[row.kind];
-  if (signature.count == kMostArguments)
+  if (signature.count == kMaxArguments)
     throw std::runtime_error(
-        "torch_flashplug: kMostArguments must be at least the number of arguments of each kind of kernel.");
-  if (row.rank > kMostDims)
+        "torch_flashplug: kMaxArguments must be at least the number of arguments of each kind of kernel.");
+  if (row.rank > kMaxDims)
     throw std::runtime_error(
         std::string(
-            "torch_flashplug: an argument of a kernel must have at most kMostDims dims, but this argument has more: ") +
+            "torch_flashplug: an argument of a kernel must have at most kMaxDims dims, but this argument has more: ") +
         row.name);
   const auto is_named = [&row](const char* name) { return std::strcmp(name, row.name) == 0; };
   if (const auto name = std::ranges::find_if(kKernelArgNames, is_named); name != std::end(kKernelArgNames)) {
     const KernelArg arg(static_cast<int>(name - kKernelArgNames));
-    signature.parameters[arg.number()] = Parameter{row.features, signature.count++, row.rank, row.type};
+    signature.parameters[arg.number()] = Parameter{row.features, signature.count++, row.rank, row.dtype};
     if (row.features == 0)
       ++signature.always;
     else
@@ -109,7 +109,7 @@ void Tables::add(const ArgumentRow& row) {
   });
   if (fact < 0 || row.rank != 0)
     throw std::runtime_error(std::string("torch_flashplug: no call has an argument named ") + row.name);
-  signature.facts.push_back(FactParameter{row.features, signature.count++, fact, row.type});
+  signature.facts.push_back(FactParameter{row.features, signature.count++, fact, row.dtype});
 }
 
 Tables& tables() { return state().tables; }
@@ -124,7 +124,7 @@ Mode effective_mode() {
   const int requested = thread_mode.precision();
   const int permitted = state().process_precision.load(std::memory_order_relaxed);
   if (requested == 0) return mode.with_precision(permitted == 0 ? 0 : permitted | kPermitted);
-  return mode.with_precision(requested == kWholePrecision ? 0 : requested);
+  return mode.with_precision(requested == kInputPrecision ? 0 : requested);
 }
 
 Mode mode_of_op(int64_t baked) {
@@ -134,8 +134,8 @@ Mode mode_of_op(int64_t baked) {
   const Mode current = effective_mode(), recorded{baked & kModeMask};
   const bool uses_current = process_backend() != Backend::kAuto || recorded.with_precision(0).word == 0;
   // Only the tracer knows whether gradients are wanted.
-  const int precision = recorded.precision() == kPrecisionOfThread ? current.precision() : recorded.precision();
-  return (uses_current ? current : recorded).with_precision(precision == kWholePrecision ? 0 : precision);
+  const int precision = recorded.precision() == kPrecisionAtRun ? current.precision() : recorded.precision();
+  return (uses_current ? current : recorded).with_precision(precision == kInputPrecision ? 0 : precision);
 }
 
 void set_process_precision(int precision) { state().process_precision.store(precision); }

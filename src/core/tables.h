@@ -19,16 +19,16 @@ namespace flashplug {
 // the families in table order.
 struct FamilyRow {
   const char* backend;
-  const char* gpus;  // GPUs that run the kernels, in words
-  int32_t arch;      // compute capability of the kernels: 90 is 9.0
-  int32_t later;     // nonzero: every later GPU runs them, too; 0: only the exact capability
+  const char* gpus;            // GPUs that run the kernels, in words
+  int32_t arch;                // compute capability of the kernels: 90 is 9.0
+  int32_t runs_on_later_gpus;  // nonzero: every later GPU runs them, too; 0: only the exact capability
 };
 inline bool runs_on(const FamilyRow& family, int cc) {
-  return family.later != 0 ? cc >= family.arch : cc == family.arch;
+  return family.runs_on_later_gpus != 0 ? cc >= family.arch : cc == family.arch;
 }
-constexpr int kMostFamilies = 4;
+constexpr int kMaxFamilies = 4;
 
-enum Kind : int32_t { kFwd, kBwd, kDetBwd, kPartBwd, kDecode, kDBias, kTileBwd };  // KINDS of kernel_spec.py
+enum Kind : int32_t { kFwd, kBwd, kDeterministicBwd, kSplitBwd, kDecode, kDBias, kTileBwd };  // KINDS of kernel_spec.py
 constexpr int kNumKinds = 7;
 constexpr const char* kKindNames[kNumKinds] = {"fwd", "bwd", "detbwd", "partbwd", "decode", "dbias", "tilebwd"};
 
@@ -70,14 +70,20 @@ struct KernelRow {
   int32_t workspace_block_rows;  // query rows of a backward's workspace are rounded up to a multiple of this number
   int32_t shares_heads;          // tiles of a backward may share the query heads of a KV head
   int32_t dkdv_alone;            // split backward: faster than the fused kernel where dQ is not wanted
-  int32_t at_once;               // decode: number of CTAs of an SM that read faster than a single CTA
+  int32_t ctas_per_sm;          // decode: number of CTAs of an SM that read faster than a single CTA
   double last_tile;              // smallest cost of a head's last tile, as a fraction of a full tile's time
 };
 
-// Alignment class of the operands, from the selected kernel's view (OPERANDS of dispatch_table.py). Operands are
-// readable by vectors, with equal or mixed head dims. Or vectors cannot read the operands, for the reason in the name.
-enum Operands : int32_t { kSquare = 1, kMixed = 2, kOddDims = 4, kUnaligned = 8, kColumns = 16 };
-constexpr const char* kOperandsNames[] = {"square", "mixed", "odddims", "unaligned", "columns"};
+// How the selected kernel reads the operands (OPERAND_CLASSES of dispatch_table.py): by vectors, with equal or
+// different head dims; or element by element, for the reason in the name.
+enum OperandClass : int32_t {
+  kSquareHeadDims = 1,
+  kMixedHeadDims = 2,
+  kOddHeadDims = 4,
+  kUnaligned = 8,
+  kStridedLastDim = 16
+};
+constexpr const char* kOperandClassNames[] = {"square", "mixed", "odd_dims", "unaligned", "strided"};
 
 struct ChoiceRow {
   const char* description;  // class of calls in words
@@ -87,7 +93,7 @@ struct ChoiceRow {
   int64_t elements;         // bit set of the element types of the measured kernels
   int64_t d_min, d_max, min_sq, max_sq, min_sk, max_sk, min_tiles, min_packed, max_packed;
   int32_t kind, family, grad;
-  int32_t operands;      // a sum of `Operands`
+  int32_t operands;      // a sum of `OperandClass`
   int32_t tile_m;        // only calls whose kernel has `tile_m` query rows; 0: any
   int32_t keys_of_tile;  // tiles are counted in blocks of so many keys; 0: the forward's tiles
   int32_t serve;
@@ -102,15 +108,15 @@ struct StockBugRow {
   int64_t features;      // features covered by the evidence; the row does not hold for calls with further needs
 };
 enum CallFact : int64_t {  // FACTS of stock_bugs.py
-  kOddBase = 1,            // of any operand; so is `kOddOnes`
-  kOddOnes = 2,
+  kUnalignedBase = 1,      // of any operand; so is `kUnalignedUnitDim`
+  kUnalignedUnitDim = 2,
   kBroadcastQuery = 4,
-  kMixedDims = 8,   // D != Dv
-  kWholeDims = 16,  // both are multiples of 8
-  kOneRow = 32,     // Sq == 1
-  kOneKey = 64,     // Sk == 1
+  kMixedDims = 8,         // D != Dv
+  kHeadDimsAligned = 16,  // D and Dv fill whole 16-byte units
+  kOneRow = 32,           // Sq == 1
+  kOneKey = 64,           // Sk == 1
   kUnusualScale = 128,
-  kRows = 256,  // the last dims are contiguous; otherwise stock uses math
+  kLastDimContiguous = 256,  // the last dims are contiguous; otherwise stock uses math
   kMasked = 512,
   kBiased = 1024,
   kWideBiased = 2048,
@@ -120,19 +126,30 @@ enum CallFact : int64_t {  // FACTS of stock_bugs.py
   kHalfKeyBlock = 32768,  // Sk is 64 more than a multiple of 128
 };
 
-constexpr const char* kCallFactNames[] = {
-    "odd_base",      "odd_ones", "broadcast_query", "mixed_dims",  "head_dims_aligned",
-    "one_row",       "one_key",  "unusual_scale",   "rows",        "mask",
-    "bias",          "bias32",   "all_dropped",     "beyond_grid", "gradients",
-    "half_key_block"};
+constexpr const char* kCallFactNames[] = {"unaligned_base",
+                                          "unaligned_unit_dim",
+                                          "broadcast_query",
+                                          "mixed_dims",
+                                          "head_dims_aligned",
+                                          "one_row",
+                                          "one_key",
+                                          "unusual_scale",
+                                          "last_dim_contiguous",
+                                          "mask",
+                                          "bias",
+                                          "bias32",
+                                          "all_dropped",
+                                          "beyond_grid",
+                                          "gradients",
+                                          "half_key_block"};
 
 // Kernel that torch's varlen_attn would run. `VarlenRow` says whether auto mode takes such a call (VARLEN_ROWS of
 // dispatch_table.py).
 enum VarlenKernel : int32_t { kVarlenFlash, kVarlenCudnn };
 constexpr const char* kVarlenKernelNames[] = {"flash", "cudnn"};
-constexpr const char* kVarlenKernelSaid[] = {"flash attention", "cuDNN"};
+constexpr const char* kVarlenKernelTexts[] = {"flash attention", "cuDNN"};
 enum VarlenFact : int64_t { kMisaligned = 1, kUnusualVarlenScale = 2 };  // VARLEN_FACTS of dispatch_table.py
-constexpr const char* kVarlenFactBits[] = {"misaligned", "unusual_scale"};
+constexpr const char* kVarlenFactNames[] = {"misaligned", "unusual_scale"};
 struct VarlenRow {
   const char* measured;  // date, machine, suite; for a fault the evidence
   const char* wrong;     // wrong behavior of stock; empty: stock is right, and the ratio decides
@@ -205,7 +222,7 @@ class KernelArg {
  private:
   int number_ = 0;
 };
-enum class NumberType : int32_t {
+enum class ArgumentDtype : int32_t {
   kQuery,
   kKey,
   kValue,
@@ -215,14 +232,14 @@ enum class NumberType : int32_t {
   kInt64,
   kBool
 };  // DTYPES of kernel_args.py
-constexpr const char* kNumberTypeNames[] = {"query", "key", "value", "output", "fp32", "int32", "int64", "bool"};
+constexpr const char* kArgumentDtypeNames[] = {"query", "key", "value", "output", "fp32", "int32", "int64", "bool"};
 struct ArgumentRow {
-  const char* name;  // a name of kSlotNames, or of a fact
+  const char* name;  // a name of kKernelArgNames, or of a fact
   // Features that bring the argument. Kernels without the features get None. 0: all kernels take the argument.
   int64_t features;
   Kind kind;     // kind of kernel; the order of the rows is the order of the arguments
   int32_t rank;  // 0: a number
-  NumberType type;
+  ArgumentDtype dtype;
 };
 inline bool takes_argument(const KernelRow& kernel, int64_t features) {
   return features == 0 || (kernel.takes & features) != 0;
@@ -231,15 +248,15 @@ struct Parameter {
   int64_t features = 0;   // as in `ArgumentRow`
   int32_t position = -1;  // position among the arguments; -1: not taken
   int32_t rank = 0;
-  NumberType type = NumberType::kQuery;
+  ArgumentDtype dtype = ArgumentDtype::kQuery;
 };
 struct FactParameter {
   int64_t features;
   int32_t position, fact;
-  NumberType type;
+  ArgumentDtype dtype;
 };
-constexpr int kMostArguments = 32;
-constexpr int kMostDims = 4;  // of a tensor
+constexpr int kMaxArguments = 32;
+constexpr int kMaxDims = 4;  // of a tensor
 // The arguments of a kind of kernels.
 struct Signature {
   int32_t count = 0;
@@ -250,26 +267,27 @@ struct Signature {
   const Parameter& parameter(KernelArg arg) const { return parameters[arg.number()]; }
 };
 
-constexpr int kMostInCluster = 8;
+constexpr int kMaxInCluster = 8;
 
-// Measured properties of the machine, and limits of decode calls (GATE of dispatch_table.py).
-struct GateRow {
-  int64_t measured_cc;  // compute capability of the GPUs in choice rows
-  int64_t rows;         // maximal Sq * G of a decode call
-  int64_t wide_rows;    // maximal Sq * G of a call with packed rows, if the decode kernel is faster
-  int64_t rows_spared;  // minimal saving of tiles of a backward that share query heads, in consecutive query rows
-  int64_t cluster;      // maximal number of CTAs of a cluster with sums in shared memory
-  double wide_ns;       // extra time of a call with packed rows, for every wave of CTAs
-  double occupancy;     // share of the SMs to be filled by tiles where keys cannot be split
-  double cluster_ns;    // waiting time inside a cluster
-  double cluster_rate;  // rate of a warpgroup's sums of peer results, bytes per ns
-  double combine_ns;    // cost of splits beyond a cluster: time of a second kernel
-  double combine_rate;  // rate of partial results through global memory, bytes per ns
-  double read_share;    // share of the memory rate reached by reading K and V
-  double shared_ns;     // minimal time to be saved by several CTAs on an SM
-  double unknown_rate;  // assumed memory rate of a device with an unknown rate, bytes per ns
+// Cost model: measured properties of the machine and of the kernels, and limits of decode calls (COST_MODEL of
+// dispatch_table.py).
+struct CostModelRow {
+  int64_t measured_cc;      // compute capability of the GPUs in choice rows
+  int64_t max_decode_rows;  // maximal Sq * G of a decode call
+  int64_t max_packed_rows;  // maximal Sq * G of a call with packed rows, if the decode kernel is faster
+  int64_t min_rows_saved;   // minimal saving of tiles of a backward that share query heads, in consecutive query rows
+  int64_t max_cluster;      // maximal number of CTAs of a cluster with sums in shared memory
+  double packed_wave_ns;    // extra time of a call with packed rows, for every wave of CTAs
+  double occupancy;         // share of the SMs to be filled by tiles where keys cannot be split
+  double cluster_ns;        // waiting time inside a cluster
+  double cluster_rate;      // rate of a warpgroup's sums of peer results, bytes per ns
+  double combine_ns;        // cost of splits beyond a cluster: time of a second kernel
+  double combine_rate;      // rate of partial results through global memory, bytes per ns
+  double read_efficiency;   // share of the memory rate reached by reading K and V
+  double min_gain_of_sharing_ns;  // minimal time to be saved by several CTAs on an SM
+  double unknown_rate;            // assumed memory rate of a device with an unknown rate, bytes per ns
   // Largest share of the SMs that clusters of so many CTAs may fill; 0: no limit.
-  double cluster_share[kMostInCluster + 1];
+  double cluster_share[kMaxInCluster + 1];
 };
 
 // Numbers that kernels and this core share: sizes of mask metadata (mask_layout.py, kernel_spec.py), the key order of
@@ -303,11 +321,11 @@ struct Tables {
   int64_t recipe_features = 0;   // feature bits of all recipes
   int64_t value_features = 0;    // feature bits of the recipes with 8-bit values
   Signature signatures[kNumKinds];
-  GateRow gate = {};
+  CostModelRow cost_model = {};
   LayoutRow layout = {};
   uint64_t version = 1;  // changes with every change of the tables
 
-  void add(FamilyRow row);  // throws if there are `kMostFamilies` already
+  void add(FamilyRow row);  // throws if there are `kMaxFamilies` already
   // Throws if FEATURES of features.py does not begin with the features of `kFeatureReaders`.
   void add(const FeatureRow& row);
   void add(KernelRow row);           // throws if the features with a reader are not complete

@@ -59,7 +59,7 @@ bool is_one_of(DType dtype, std::initializer_list<std::string_view> names) {
 
 DType dtype_of(int32_t torch) { return torch >= 0 && torch < kMaxTorchDTypes ? rows_by_number[torch] : DType::kOther; }
 
-bool read_class(AtenTensorHandle tensor, TensorClass* facts) {
+bool read_meta(AtenTensorHandle tensor, TensorMeta* facts) {
   int32_t dtype = -1;
   if (aoti_torch_get_dim(tensor, &facts->dim) != 0 || aoti_torch_get_dtype(tensor, &dtype) != 0 ||
       aoti_torch_get_device_type(tensor, &facts->device_type) != 0 ||
@@ -85,11 +85,11 @@ bool read_shape(AtenTensorHandle tensor, Shape* shape) {
 Layout layout_of(const Shape& shape, int64_t address_bytes, int64_t element_bytes) {
   uint64_t bits = static_cast<uint64_t>(address_bytes) | kUnitBytes;
   Layout layout;
-  layout.odd_base = address_bytes % kUnitBytes != 0;
+  layout.unaligned_base = address_bytes % kUnitBytes != 0;
   for (int i = 0; i < 3; ++i) {
     const int64_t bytes = shape.stride[i] * element_bytes;
     if (shape.size[i] > 1) bits |= static_cast<uint64_t>(bytes);
-    layout.odd_ones |= shape.size[i] == 1 && bytes % kUnitBytes != 0;
+    layout.unaligned_unit_dim |= shape.size[i] == 1 && bytes % kUnitBytes != 0;
     layout.broadcast |= shape.size[i] > 1 && bytes == 0;
   }
   layout.align_bytes = static_cast<int>(bits & (~bits + 1));  // lowest set bit

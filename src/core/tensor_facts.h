@@ -33,10 +33,10 @@ inline int64_t unit_elements(DType dtype) { return kUnitBytes / facts_of(dtype).
 // Memory layout of an operand, with the properties relevant for kernels, and for known faults of stock (stock_bugs.py).
 struct Layout {
   int64_t last_stride = 1;
-  int align_bytes = 16;    // common divisor of the base address and of every outer stride, capped at 16
-  bool odd_base = false;   // the base address is no multiple of 16 bytes
-  bool odd_ones = false;   // a dim of size 1 has an unaligned stride; torch leaves any number there
-  bool broadcast = false;  // a dim of several entries has stride 0
+  int align_bytes = 16;             // common divisor of the base address and of every outer stride, capped at 16
+  bool unaligned_base = false;      // the base address is no multiple of 16 bytes
+  bool unaligned_unit_dim = false;  // a dim of size 1 has an unaligned stride; torch leaves any number there
+  bool broadcast = false;           // a dim of several entries has stride 0
   bool operator==(const Layout&) const = default;
 };
 // Return true if TMA and vectors can read the operand: contiguous rows, and all other strides are multiples of 16
@@ -44,13 +44,13 @@ struct Layout {
 inline bool is_16b_aligned(const Layout& layout) { return layout.last_stride == 1 && layout.align_bytes >= kUnitBytes; }
 
 // Facts that are safe to ask of any tensor, traced or not.
-struct TensorClass {
+struct TensorMeta {
   int64_t dim = 0;
   DType dtype = DType::kOther;
   int32_t device_type = -1;
   int32_t device_index = 0;
 };
-bool read_class(AtenTensorHandle tensor, TensorClass* facts);
+bool read_meta(AtenTensorHandle tensor, TensorMeta* facts);
 DType dtype_of(int32_t torch);
 
 // Sizes and strides, borrowed from the tensor. `read_shape()` returns false for symbolic sizes. get_numel is asked

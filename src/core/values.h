@@ -131,8 +131,9 @@ class OpCall {
   }
 
   const Schema& op_;
-  StableIValue stack_[20];
+  StableIValue stack_[kMaxStack];
   uint32_t set_arguments_ = 0;  // a bit for each place
+  static_assert(kMaxStack < 32);
 };
 
 }  // namespace flashplug

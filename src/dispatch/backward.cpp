@@ -46,31 +46,33 @@ int find_backward_row(const CallFacts& p, const DeviceFacts& device, const Table
                       int64_t wanted_grads) {
   const int tile = find_tile_row(p, device, tables, family, wanted_grads);
   if (tile >= 0) return tile;
-  const int parts = find_kernel_row(p, kPartBwd, family, device, tables);
-  if (parts >= 0 && p.batch_invariant) return parts;
-  if (parts >= 0 && (wanted_grads == kNeedsDq || (wanted_grads == kNeedsDkDv && tables.kernels[parts].dkdv_alone)))
-    return parts;
-  const int fused = find_kernel_row(p, p.deterministic ? kDetBwd : kBwd, family, device, tables);
-  if (fused < 0 || workspace_floats(p, tables.kernels[fused]) > std::numeric_limits<int32_t>::max()) return parts;
-  if (parts < 0) return fused;
-  if (has_large_workspace(p, tables.kernels[fused])) return parts;
-  const int faster = find_parts_row(p, tables.kernels[fused], tables);
-  return faster >= 0 && tables.choices[faster].serve ? parts : fused;
+  const int split_row = find_kernel_row(p, kSplitBwd, family, device, tables);
+  if (split_row >= 0 && p.batch_invariant) return split_row;
+  if (split_row >= 0 &&
+      (wanted_grads == kNeedsDq || (wanted_grads == kNeedsDkDv && tables.kernels[split_row].dkdv_alone)))
+    return split_row;
+  const int fused_row = find_kernel_row(p, p.deterministic ? kDeterministicBwd : kBwd, family, device, tables);
+  if (fused_row < 0 || workspace_floats(p, tables.kernels[fused_row]) > std::numeric_limits<int32_t>::max())
+    return split_row;
+  if (split_row < 0) return fused_row;
+  if (has_large_workspace(p, tables.kernels[fused_row])) return split_row;
+  const int faster = find_split_backward_row(p, tables.kernels[fused_row], tables);
+  return faster >= 0 && tables.choices[faster].serve ? split_row : fused_row;
 }
 
 // Return the number of tiles for each block of keys. If few blocks of keys leave SMs idle, several tiles share the
 // query heads of a KV head. The number is the smallest with the fewest rounds of query heads. The results of the tiles
-// must be added up, so the saved rows must reach `rows_spared`.
+// must be added up, so the saved rows must reach `min_rows_saved`.
 int64_t num_tiles_per_kv_block(const CallFacts& p, const KernelRow& row, const DeviceFacts& device,
                                const Tables& tables) {
   const int64_t blocks = p.B * p.Hkv * ceil_div(p.Sk, row.tile_n), sms = std::max(device.sm_count, 1);
   const auto heads_in_turn = [&](int64_t sharing) { return ceil_div(blocks * sharing, sms) * (p.group() / sharing); };
   int64_t best = 1;
-  if (row.shares_heads == 0 || (p.needs & kRagged) != 0 || p.batch_invariant) return best;
+  if (row.shares_heads == 0 || (p.needs & kVarlen) != 0 || p.batch_invariant) return best;
   for (int64_t sharing = 2; sharing <= p.group(); ++sharing) {
     if (p.group() % sharing == 0 && heads_in_turn(sharing) < heads_in_turn(best)) best = sharing;
   }
-  return (heads_in_turn(1) - heads_in_turn(best)) * p.Sq < tables.gate.rows_spared ? 1 : best;
+  return (heads_in_turn(1) - heads_in_turn(best)) * p.Sq < tables.cost_model.min_rows_saved ? 1 : best;
 }
 
 BackwardPlan refused(Reason why) { return BackwardPlan{-1, -1, why}; }
@@ -105,17 +107,16 @@ BackwardPlan attempt_all(const CallFacts& p, const DeviceFacts& device, const Ta
 }  // namespace
 
 int64_t workspace_rows(const CallFacts& p, const KernelRow& row) {
-  // Each packed sequence has separate blocks, and so have the rows of no sequence (kernels/features/varlen.py).
-  const bool on_end = (p.needs & kRagged) != 0;
-  const int64_t blocks =
-      on_end ? p.Sq / row.workspace_block_rows + p.sequences + 2 : ceil_div(p.Sq, row.workspace_block_rows);
+  // Each packed sequence has separate blocks, and so have the rows before the first and after the last sequence.
+  const bool is_packed = (p.needs & kVarlen) != 0;
+  const int64_t blocks = is_packed ? p.Sq / row.workspace_block_rows + p.sequences + 2 : ceil_div(p.Sq, row.workspace_block_rows);
   return blocks * row.workspace_block_rows;
 }
 
 int64_t workspace_floats(const CallFacts& p, const KernelRow& row) {
   if (row.counters == 0) return 0;
   // The workspace holds dQ in fp32, a counter for each half of the columns of sixteen rows, and two counters for each
-  // KV head.
+  // head of the tiles. There are at most Hq such heads.
   const int64_t rows = workspace_rows(p, row), counters = rows / row.tile_m * row.counters + 2;
   return p.B * p.Hq * (rows * row.d_max + counters);
 }
@@ -128,7 +129,7 @@ BackwardPlan plan_backward(const CallFacts& original, const DeviceFacts& device,
   if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
   const CallFacts p = after_copies(original, tables);
   const BackwardPlan plan = attempt_all(p, device, tables, std::max(mode.family(), 0), wanted_grads);
-  const bool unmeasured = mode.backend() == Backend::kAuto && device.cc != tables.gate.measured_cc;
+  const bool unmeasured = mode.backend() == Backend::kAuto && device.cc != tables.cost_model.measured_cc;
   if (!plan.ours() || !unmeasured || !stock_efficient_supports(p)) return plan;
   const int row = std::max(plan.kernel_row, plan.bias_row);  // both rows have the same family
   return refused(Reason{Why::kUnmeasuredDevice, device.cc, tables.kernels[row].family});

@@ -19,28 +19,29 @@ namespace flashplug {
 
 // ---- the plan ----
 
+// The comments say what `Reason::actual` and `Reason::allowed` are. Without a comment, a reason has no numbers.
 enum class Why : int {
   kNone,
   kDevice,
-  kArch,
-  kDtype,
-  kMixedDtype,
-  kFeature,
-  kTogether,
+  kArch,        // compute capability of the GPU; family
+  kDtype,       // 0; family
+  kMixedDtype,  // 0; family
+  kFeature,     // index of the feature
+  kTogether,    // feature bits of the call
   kScale,
   kProbability,
   kEmpty,
-  kHeadDimStep,
-  kHeadDimLimit,
-  kHeadDimOfFeatures,
-  kLastStride,
-  kAlignment,
+  kHeadDimStep,        // head dim; its required divisor
+  kHeadDimLimit,       // head dim; largest head dim of the kernels
+  kHeadDimOfFeatures,  // head dim; largest head dim of the kernels with the features
+  kLastStride,         // stride; 1
+  kAlignment,          // alignment in bytes; required alignment
   kNoKernel,
-  kSplits,
-  kUnmeasuredDevice,
-  kNoRow,
-  kSlower,
-  kDecodeGate,
+  kSplits,            // num_splits; 1
+  kUnmeasuredDevice,  // compute capability of the GPU; family
+  kNoRow,             // kernel row; output tiles
+  kSlower,            // 1000 times the measured ratio
+  kDecodeGate,        // tiles; tiles needed
   kDeterministic,
   kNoBackward,
   kNoBiasGradient,
@@ -75,19 +76,19 @@ inline constexpr const char* kWhyNames[] = {"none",
                                             "8 bits with gradients"};
 static_assert(std::size(kWhyNames) == static_cast<size_t>(Why::kCount));
 
-// A reason as numbers: the obstacle, the given value, the allowed value. `reason_text()` turns the numbers into a
-// sentence with the remedy.
+// A reason as numbers: the obstacle, the value of the call, the limit of the kernels. `Why` says what the numbers are.
+// `reason_text()` turns the numbers into a sentence with the remedy.
 struct Reason {
   Why why = Why::kNone;
   int64_t actual = 0;
   int64_t allowed = 0;
-  int operand = 0;
+  int operand = 0;  // index of the operand with the obstacle
   explicit operator bool() const { return why != Why::kNone; }
 };
 
 struct Gate {
   bool decode = false;  // few enough query rows for a decode call
-  int64_t tiles = 0;    // B * Hkv * ceil(Sq * G / decode_rows)
+  int64_t tiles = 0;    // B * Hkv: the packed rows of a KV head fit into one tile
   int64_t needed = 0;   // number of tiles to reach, a share of the SMs, where keys cannot be split
   bool closed = false;  // closed to kernels without split-KV
 };
@@ -109,9 +110,9 @@ struct Plan {
   double packed_ns = 0, unpacked_ns = 0;  // estimated times, where the estimates decided
   int64_t tiles = 0;                      // B * Hq * ceil(Sq / tile_m); packed: B * Hkv * ceil(Sq * G / tile_m)
   Gate gate;
-  std::array<Reason, kMostFamilies> why;  // reasons against each family that was asked and not taken
-  int64_t features = 0;                   // feature bits requested by the mode and present in the kernel
-  Reason why_not_8bit;                    // reason for 16 bits where the mode asks for fewer
+  std::array<Reason, kMaxFamilies> why;  // reasons against each family that was asked and not taken
+  int64_t features = 0;                  // feature bits requested by the mode and present in the kernel
+  Reason why_not_8bit;                   // reason for 16 bits where the mode asks for fewer
   bool ours() const { return is_ours(backend); }
 };
 
@@ -156,10 +157,11 @@ std::array<Range, 6> ranges_of(const ChoiceRow& row, const CallFacts& p, const K
                                int64_t forward_tiles);
 // Return the row with the fewest missed ranges among the rows of the call's class that serve; -1 if no row serves.
 int nearest_choice_row(const CallFacts& p, const KernelRow& kernel, int64_t tiles, const Tables& tables);
-int find_parts_row(const CallFacts& p, const KernelRow& fused, const Tables& tables);  // row of kind `kPartBwd`
+int find_split_backward_row(const CallFacts& p, const KernelRow& fused,
+                            const Tables& tables);  // row of kind `kSplitBwd`
 Reason slower_reason(const Plan& plan, const Tables& tables);
-// Return the plan of a call by the complete rule, as the router and explain apply it. Measured rows and the decode gate
-// decide between plugin kernels and stock.
+// Return the plan of a call by the complete rule, as the choice hook and explain apply it. Measured rows and the decode
+// gate decide between plugin kernels and stock.
 Plan plan_call(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // Return the facts with the features that the mode asks for.
 CallFacts with_requested_precision(const CallFacts& p, Mode mode, const Tables& tables);

@@ -106,7 +106,10 @@ std::string unmeasured_reason(int kernel_row, int64_t tiles, const CallFacts& p,
     }
   }
   return std::string("No measured entry covers this ") + (missed.empty() ? "class of calls" : "call") +
-         " (compute capability " + capability(device.cc) + (p.grad ? ", with grad" : ", no grad") +
+         " (compute capability " + capability(device.cc) +
+         (p.grad                  ? ", with grad"
+          : p.as_with_gradients() ? ", dropout as with grad"
+                                  : ", no grad") +
          (p.D == p.Dv ? "" : ", D != Dv") + ")" + (missed.empty() ? "" : ": the nearest entry needs " + missed) +
          ". The auto mode serves measured calls only. Force a kernel with sdpa_backend('" +
          tables.families[kernel.family].backend + "').";
@@ -127,16 +130,16 @@ std::string split_text(const Plan& plan, const CallFacts& p, const DeviceFacts& 
 std::string gate_text(const Plan& plan, const CallFacts& p, const DeviceFacts& device, const Tables& tables) {
   const Gate& gate = plan.gate;
   const std::string rows = "Sq*G = " + number(p.Sq) + "*" + number(p.group()) + " = " + number(packed_rows(p));
-  std::string why = rows + (gate.decode ? " <= " : " > ") + number(tables.gate.rows);
+  std::string why = rows + (gate.decode ? " <= " : " > ") + number(tables.cost_model.max_decode_rows);
   if (plan.packed_ns > 0)
-    why += ", <= " + number(tables.gate.wide_rows) + ": about " + format_fixed(1e-3 * plan.packed_ns) +
+    why += ", <= " + number(tables.cost_model.max_packed_rows) + ": about " + format_fixed(1e-3 * plan.packed_ns) +
            " us with packed rows, " + format_fixed(1e-3 * plan.unpacked_ns) + " us without";
   if (plan.kernel_row >= 0 && tables.kernels[plan.kernel_row].kind == kDecode)
     return why + ": " + split_text(plan, p, device, tables);
   if (!gate.decode) return why + ": not a decode call";
-  return why + ": tiles = B*Hkv*ceil(Sq*G/" + number(tables.gate.rows) + ") = " + number(p.B) + "*" + number(p.Hkv) +
-         "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") + format_fixed(tables.gate.occupancy) + "*" +
-         number(device.sm_count) + " SMs -> " +
+  return why + ": tiles = B*Hkv = " + number(p.B) + "*" + number(p.Hkv) + " = " + number(gate.tiles) +
+         (gate.closed ? " < " : " >= ") + format_fixed(tables.cost_model.occupancy) + "*" + number(device.sm_count) +
+         " SMs -> " +
          (!gate.closed              ? "open"
           : plan.stock_bug_row >= 0 ? "closed, but stock attention is wrong for this call"
           : plan.ours()             ? "closed, but the backend is requested"
@@ -327,7 +330,7 @@ std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceF
             "sdpa_backend('math')."
           : not_examined_reason(plan, mode, tables));
   add(Backend::kStock, not_examined_reason(plan, mode, tables));
-  const bool measured =
+  const bool has_gate_text =
       device.cc != 0 && (plan.choice_row >= 0 || plan.stock_bug_row >= 0 || plan.gate.decode || plan.splits.n > 1);
   const bool has_gradients = plan.ours() && p.grad;
   out += "}, \"why\": {";
@@ -338,7 +341,7 @@ std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceF
          quote(in_16_bits
                    ? reason_text(plan.why_not_8bit, with_requested_precision(original, mode, tables), device, tables)
                    : "") +
-         ", \"gate\": " + quote(measured ? gate_text(plan, p, device, tables) : "") +
+         ", \"gate\": " + quote(has_gate_text ? gate_text(plan, p, device, tables) : "") +
          ", \"row\": " + quote(row_text(plan.choice_row, tables)) +
          ", \"stock_bug\": " + quote(stock_bug_row_text(plan.stock_bug_row, tables)) +
          ", \"note\": " + quote(causal_note(p)) + ", \"copies\": " + quote(plan.ours() ? copies_text(p, tables) : "") +

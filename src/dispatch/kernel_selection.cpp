@@ -17,7 +17,6 @@ namespace flashplug {
 namespace {
 
 constexpr double kEdgeBlocks = 1;  // cost of the prologue and epilogue of a tile, in KV blocks
-constexpr int64_t kManyRows = 1024, kManyDims = 1024, kManyKeys = 1024;  // larger than the sizes of any tile
 
 // Return true if all rows of the call's tensors start at a sector of L2, the smallest unit of L2 traffic.
 bool rows_sector_aligned(const CallFacts& p, const KernelRow& row) {
@@ -34,7 +33,7 @@ bool row_fits(const CallFacts& p, const DeviceFacts& device, const KernelRow& ro
          smem_fits(row, device);
 }
 
-bool same_family(const KernelRow& a, const KernelRow& b) { return a.d_max == b.d_max && a.dv_max == b.dv_max; }
+bool same_head_dims(const KernelRow& a, const KernelRow& b) { return a.d_max == b.d_max && a.dv_max == b.dv_max; }
 
 // Return the cost of the last tile of a head, relative to a full tile. A fixed part is always paid. The rest is
 // proportional to the groups of rows with work.
@@ -89,12 +88,13 @@ WindowBlocks count_window_blocks(const CallFacts& p, const KernelRow& row) {
 
 // Return the rank of a kernel row; `find_kernel_row` takes the row with the smallest rank. A decode reads K and V once
 // for each tile. So the fewest tiles win, then the fewest rows of a tile, then the smallest head dims, then the longest
-// steps as long as every SM has a step. The criteria form a single number, digit after digit.
-double kernel_row_rank(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
-  if (row.kind != kDecode) return estimate(p, row, device, tables);
+// steps as long as every SM has a step. Ranks are compared criterion by criterion.
+using Rank = std::array<double, 4>;
+Rank kernel_row_rank(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
+  if (row.kind != kDecode) return {estimate(p, row, device, tables)};
   const int64_t tiles = packed_tiles(p, row), steps = tiles * ceil_div(p.Sk, row.tile_n);
-  const int64_t rows = tiles * kManyRows + row.tile_m, dims = rows * kManyDims + row.d_max + row.dv_max;
-  return static_cast<double>(dims * kManyKeys + kManyKeys / 2 + (steps < device.sm_count ? row.tile_n : -row.tile_n));
+  return {static_cast<double>(tiles), static_cast<double>(row.tile_m), static_cast<double>(row.d_max + row.dv_max),
+          static_cast<double>(steps < device.sm_count ? row.tile_n : -row.tile_n)};
 }
 
 }  // namespace
@@ -134,19 +134,19 @@ double estimate(const CallFacts& original, const KernelRow& row, const DeviceFac
 int find_kernel_row(const CallFacts& original, Kind kind, int family, const DeviceFacts& device, const Tables& tables) {
   const CallFacts p = batch_invariant_facts(original);
   int best = -1, fewest = 0;
-  double least = 0;
+  Rank smallest = {};
   for (int i : tables.rows(kind, family, p.dtype[0])) {
     const KernelRow& row = tables.kernels[i];
     if (!row_fits(p, device, row)) continue;
     const int spare = std::popcount(static_cast<uint64_t>(row.takes & ~p.needs));
     if (best >= 0 && spare > fewest) continue;
     const bool rival = best >= 0 && spare == fewest;
-    if (rival && rows_sector_aligned(p, row) && !same_family(row, tables.kernels[best])) continue;
-    const double time = kernel_row_rank(p, row, device, tables);
-    if (rival && time >= least) continue;
+    if (rival && rows_sector_aligned(p, row) && !same_head_dims(row, tables.kernels[best])) continue;
+    const Rank rank = kernel_row_rank(p, row, device, tables);
+    if (rival && rank >= smallest) continue;
     best = i;
     fewest = spare;
-    least = time;
+    smallest = rank;
   }
   return best;
 }
@@ -155,14 +155,14 @@ namespace {
 
 // Return the class of the operands as stock receives the operands. Rows copied by stock, too, count as the copies.
 // Tensors with a strided last dim are a class of their own, because stock serves such calls by math.
-Operands operands_of(const CallFacts& p, const KernelRow& kernel) {
-  if (!last_dim_contiguous(p)) return kColumns;
-  if (kernel.elementwise == 0) return p.D == p.Dv ? kSquare : kMixed;
-  return head_dims_aligned(p) ? kUnaligned : kOddDims;
+OperandClass operand_class_of(const CallFacts& p, const KernelRow& kernel) {
+  if (!last_dim_contiguous(p)) return kStridedLastDim;
+  if (kernel.elementwise == 0) return p.D == p.Dv ? kSquareHeadDims : kMixedHeadDims;
+  return head_dims_aligned(p) ? kUnaligned : kOddHeadDims;
 }
 
 bool matches_class(const ChoiceRow& row, const CallFacts& p, int kind, const KernelRow& kernel) {
-  return row.kind == kind && (row.operands & operands_of(p, kernel)) != 0 && row.family == kernel.family &&
+  return row.kind == kind && (row.operands & operand_class_of(p, kernel)) != 0 && row.family == kernel.family &&
          (row.elements >> kernel.element & 1) != 0 && (row.grad != 0) == p.as_with_gradients() &&
          row.features == p.needs;
 }
@@ -172,7 +172,8 @@ int64_t count_missed_ranges(const ChoiceRow& row, const CallFacts& p, const Kern
   return std::count_if(ranges.begin(), ranges.end(), [](const Range& range) { return !range.holds(); });
 }
 
-int find_nearest_row(const CallFacts& p, int kind, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
+int find_first_matching_row(const CallFacts& p, int kind, const KernelRow& kernel, int64_t tiles,
+                            const Tables& tables) {
   const auto row = std::find_if(tables.choices.begin(), tables.choices.end(), [&](const ChoiceRow& choice) {
     return matches_class(choice, p, kind, kernel) && count_missed_ranges(choice, p, kernel, tiles) == 0;
   });
@@ -217,11 +218,11 @@ int nearest_choice_row(const CallFacts& p, const KernelRow& kernel, int64_t tile
 }
 
 int find_choice_row(const CallFacts& p, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
-  return find_nearest_row(p, kernel.kind, kernel, tiles, tables);
+  return find_first_matching_row(p, kernel.kind, kernel, tiles, tables);
 }
 
-int find_parts_row(const CallFacts& p, const KernelRow& fused, const Tables& tables) {
-  return find_nearest_row(p, kPartBwd, fused, 0, tables);
+int find_split_backward_row(const CallFacts& p, const KernelRow& fused, const Tables& tables) {
+  return find_first_matching_row(p, kSplitBwd, fused, 0, tables);
 }
 
 Reason slower_reason(const Plan& plan, const Tables& tables) {

@@ -30,7 +30,7 @@ int find_decode_row(const CallFacts& p, const DeviceFacts& device, Mode mode, co
   const int64_t requested_splits = p.batch_invariant ? 1 : mode.num_splits();
   const bool few = plan->gate.decode || requested_splits > 1;
   if (!few && p.batch_invariant) return -1;
-  if (!few && (packed_rows(p) > tables.gate.wide_rows || p.grad || unpacked < 0)) return -1;
+  if (!few && (packed_rows(p) > tables.cost_model.max_packed_rows || p.grad || unpacked < 0)) return -1;
   const int row_index = find_kernel_row(p, kDecode, family, device, tables);
   if (row_index < 0) return -1;
   const KernelRow& row = tables.kernels[row_index];
@@ -69,7 +69,8 @@ Reason unwanted(const CallFacts& p, const CallFacts& original, const DeviceFacts
                 const Tables& tables, Plan* plan) {
   const KernelRow& kernel = tables.kernels[plan->kernel_row];
   const bool measured = mode.backend() == Backend::kAuto;
-  if (measured && device.cc != tables.gate.measured_cc) return Reason{Why::kUnmeasuredDevice, device.cc, kernel.family};
+  if (measured && device.cc != tables.cost_model.measured_cc)
+    return Reason{Why::kUnmeasuredDevice, device.cc, kernel.family};
   if (measured) plan->stock_bug_row = find_stock_bug(original, tables);
   const bool has_stock_bug = plan->stock_bug_row >= 0;
   if (has_stock_bug && (p.needs & kBiases) == 0) return {};  // a correct result has priority over speed

@@ -16,7 +16,7 @@ constexpr int kEntryBits = 6;  // a thread has 2^6 places; after a collision of 
 
 // Keys are compared with all members. A new field of `CallFacts` is a part of the key without further code.
 struct Key {
-  CallFacts problem;
+  CallFacts call;
   DeviceFacts device;
   Mode mode;
   uint64_t version = 0;  // versions of tables start at 1, so 0 matches no table

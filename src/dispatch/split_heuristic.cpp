@@ -28,7 +28,7 @@ int64_t kv_bytes(const CallFacts& p, const KernelRow& row) {
 }
 
 double partial_ns(const CallFacts& p, const Tables& tables) {
-  return static_cast<double>(all_rows(p) * p.Dv * kPartialBytes) / tables.gate.combine_rate;
+  return static_cast<double>(all_rows(p) * p.Dv * kPartialBytes) / tables.cost_model.combine_rate;
 }
 
 // Return the time in ns for combining the splits of all tiles. In a cluster, every CTA adds up a share of the tile, and
@@ -36,30 +36,30 @@ double partial_ns(const CallFacts& p, const Tables& tables) {
 // from memory.
 double combine_time_ns(const CallFacts& p, const KernelRow& row, const Tables& tables, Splits splits) {
   if (splits.n == 1) return 0;
-  if (splits.in_memory()) return tables.gate.combine_ns + static_cast<double>(splits.n) * partial_ns(p, tables);
+  if (splits.in_memory()) return tables.cost_model.combine_ns + static_cast<double>(splits.n) * partial_ns(p, tables);
   const double rows = static_cast<double>(std::min<int64_t>(packed_rows(p), row.tile_m));
   const double share = rows * static_cast<double>(p.Dv * kFloatBytes) / static_cast<double>(splits.n);
   const double rounds = static_cast<double>(ceil_div(splits.n, row.peers_at_once) * row.group_rows) / row.tile_m;
-  return tables.gate.cluster_ns + rounds * share / tables.gate.cluster_rate;
+  return tables.cost_model.cluster_ns + rounds * share / tables.cost_model.cluster_rate;
 }
 
 // Return the largest number of splits that a cluster can hold.
 int64_t largest_cluster(const KernelRow& row, const Tables& tables) {
-  return std::min<int64_t>(row.max_cluster, tables.gate.cluster);
+  return std::min<int64_t>(row.max_cluster, tables.cost_model.max_cluster);
 }
 
 // Return the number of waves of CTAs, at least 1.
 double waves(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, Splits splits) {
   const auto ctas = static_cast<double>(packed_tiles(p, row) * splits.n);
-  return std::max(1.0, ctas / (row.at_once * std::max(device.sm_count, 1)));
+  return std::max(1.0, ctas / (row.ctas_per_sm * std::max(device.sm_count, 1)));
 }
 
 // Return the time in ns of a call: the memory traffic of K and V overlaps with the work of every CTA on its blocks, and
 // the combination of the partial results follows.
 double split_time(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
                   Splits splits) {
-  const double rate = device.memory_rate > 0 ? device.memory_rate : tables.gate.unknown_rate;
-  const double reading = static_cast<double>(kv_bytes(p, row)) / (tables.gate.read_share * rate);
+  const double rate = device.memory_rate > 0 ? device.memory_rate : tables.cost_model.unknown_rate;
+  const double reading = static_cast<double>(kv_bytes(p, row)) / (tables.cost_model.read_efficiency * rate);
   const int64_t blocks = ceil_div(ceil_div(num_visible_keys(p), row.tile_n), splits.n);
   const double working = waves(p, row, device, splits) * static_cast<double>(blocks * row.cost);
   return std::hypot(reading, working) + combine_time_ns(p, row, tables, splits);
@@ -71,10 +71,10 @@ int64_t packed_rows(const CallFacts& p) { return p.Sq * p.group(); }
 
 Gate decode_gate(const CallFacts& p, const DeviceFacts& device, const Tables& tables) {
   Gate gate;
-  if (packed_rows(p) > tables.gate.rows) return gate;
+  if (packed_rows(p) > tables.cost_model.max_decode_rows) return gate;
   gate.decode = true;
-  gate.tiles = p.B * p.Hkv * ceil_div(packed_rows(p), tables.gate.rows);
-  gate.needed = static_cast<int64_t>(tables.gate.occupancy * device.sm_count + 0.999999);
+  gate.tiles = p.B * p.Hkv;  // all packed rows of a KV head fit into one tile
+  gate.needed = static_cast<int64_t>(tables.cost_model.occupancy * device.sm_count + 0.999999);
   gate.closed = gate.tiles < gate.needed;
   return gate;
 }
@@ -90,7 +90,7 @@ Splits split_among(const CallFacts& p, const KernelRow& row, const DeviceFacts& 
                    int64_t n) {
   const Splits apart{n, 1}, together{n, n};
   if (n > largest_cluster(row, tables)) return apart;
-  const double share = tables.gate.cluster_share[n];
+  const double share = tables.cost_model.cluster_share[n];
   const bool fits_gpu = share == 0 || static_cast<double>(n * packed_tiles(p, row)) <= share * device.sm_count;
   return fits_gpu && combine_time_ns(p, row, tables, together) <= combine_time_ns(p, row, tables, apart) ? together
                                                                                                          : apart;
@@ -98,7 +98,7 @@ Splits split_among(const CallFacts& p, const KernelRow& row, const DeviceFacts& 
 
 double packed_time(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
                    Splits splits) {
-  return tables.gate.wide_ns * waves(p, row, device, splits) + split_time(p, row, device, tables, splits);
+  return tables.cost_model.packed_wave_ns * waves(p, row, device, splits) + split_time(p, row, device, tables, splits);
 }
 
 // There is at most one split for each block of keys, and kernels must be able to count the partial results in 32 bits.
@@ -133,17 +133,17 @@ Splits best_of(const CallFacts& p, const KernelRow& row, const DeviceFacts& devi
   return best;
 }
 
-// Kernels with `at_once` > 1 read faster with more CTAs than SMs. If a mask excludes most keys, combining more splits
-// takes longer than this estimate, so the CTAs must save at least `shared_ns`.
+// Kernels with `ctas_per_sm` > 1 read faster with more CTAs than SMs. If a mask excludes most keys, combining more
+// splits takes longer than this estimate, so the CTAs must save at least `min_gain_of_sharing_ns`.
 Splits best_splits(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
   const auto best_with = [&](int64_t ctas) {
     return best_of(p, row, device, tables, possible_splits(p, row, tables, ctas / packed_tiles(p, row)));
   };
   const auto time = [&](Splits splits) { return split_time(p, row, device, tables, splits); };
   const Splits alone = best_with(device.sm_count);
-  if (row.at_once == 1) return alone;
-  const Splits shared = best_with(row.at_once * device.sm_count);
-  return time(alone) - time(shared) >= tables.gate.shared_ns ? shared : alone;
+  if (row.ctas_per_sm == 1) return alone;
+  const Splits shared = best_with(row.ctas_per_sm * device.sm_count);
+  return time(alone) - time(shared) >= tables.cost_model.min_gain_of_sharing_ns ? shared : alone;
 }
 
 }  // namespace flashplug

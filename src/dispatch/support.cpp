@@ -154,7 +154,7 @@ int64_t facts_of_class(const CallFacts& p) {
   return facts;
 }
 
-constexpr int64_t kMostOfGrid = 65535;  // limit of CTAs along the second and third dim of a grid
+constexpr int64_t kMaxGridDim = 65535;  // limit of CTAs along the second and third dim of a grid
 
 // Return the first row of stock_bugs.py for a call, or -1. `facts` has the call facts that hold, or may hold.
 int find_stock_bug_row(const CallFacts& p, int64_t facts, const Tables& tables) {
@@ -172,16 +172,16 @@ int find_stock_bug(const CallFacts& p, const Tables& tables) {
     return std::any_of(p.layout, p.layout + kNumOperands, [fact](const Layout& layout) { return layout.*fact; });
   };
   const std::pair<CallFact, bool> shape_facts[] = {
-      {kOddBase, any(&Layout::odd_base)},
-      {kOddOnes, any(&Layout::odd_ones)},
+      {kUnalignedBase, any(&Layout::unaligned_base)},
+      {kUnalignedUnitDim, any(&Layout::unaligned_unit_dim)},
       {kBroadcastQuery, p.layout[0].broadcast},
       {kMixedDims, p.D != p.Dv},
-      {kWholeDims, head_dims_aligned(p)},
+      {kHeadDimsAligned, head_dims_aligned(p)},
       {kOneRow, p.Sq == 1},
       {kOneKey, p.Sk == 1},
       {kUnusualScale, is_unusual(p.scale)},
-      {kRows, last_dim_contiguous(p)},
-      {kBeyondGrid, std::max(p.B, p.Hq) > kMostOfGrid},
+      {kLastDimContiguous, last_dim_contiguous(p)},
+      {kBeyondGrid, std::max(p.B, p.Hq) > kMaxGridDim},
       {kHalfKeyBlock, has_half_key_block(p)},
   };
   int64_t facts = facts_of_class(p);
@@ -229,9 +229,9 @@ bool may_serve_class(const CallFacts& p, const DeviceFacts& device, Mode mode, c
     return !out.full();
   };
   if (mode.backend() != Backend::kAuto) return mode.family() >= 0 && may_run(mode.family());
-  if (device.cc != tables.gate.measured_cc || !any_family(tables, may_run)) return false;
+  if (device.cc != tables.cost_model.measured_cc || !any_family(tables, may_run)) return false;
   const bool chosen = std::any_of(tables.choices.begin(), tables.choices.end(), [&p](const ChoiceRow& row) {
-    return row.kind != kPartBwd && row.serve && (row.grad != 0) == p.as_with_gradients() && row.features == p.needs;
+    return row.kind != kSplitBwd && row.serve && (row.grad != 0) == p.as_with_gradients() && row.features == p.needs;
   });
   return chosen || find_stock_bug_row(p, facts_of_class(p) | ~kFactsOfClass, tables) >= 0;
 }

@@ -15,7 +15,7 @@ namespace flashplug {
 namespace {
 
 constexpr int64_t kMaxDecodeRows = 128;    // torch 2.14 does not use cuDNN for calls of at most so many query rows
-constexpr int64_t kLargestCudnnDim = 128;  // limit of torch 2.15 on Hopper
+constexpr int64_t kMaxCudnnHeadDim = 128;  // limit of torch 2.15 on Hopper
 
 bool is_window(const VarlenCall& call, VarlenWindow window) { return call.window == static_cast<int64_t>(window); }
 
@@ -23,17 +23,17 @@ bool is_window(const VarlenCall& call, VarlenWindow window) { return call.window
 // calls that the kernels of this project take.
 bool fits_cudnn(const VarlenCall& call) {
   const bool grouped = call.enable_gqa != 0 || call.heads_q != call.heads_k;
-  return call.into == 0 && call.max_q > kMaxDecodeRows && is_window(call, VarlenWindow::kNone) && !grouped &&
+  return call.writes_out == 0 && call.max_q > kMaxDecodeRows && is_window(call, VarlenWindow::kNone) && !grouped &&
          call.splits < 0;
 }
 
 // Return true if torch 2.15 can run cuDNN for the call on some machine with a Hopper GPU. The op of torch 2.15 receives
 // the choice as an argument.
 bool may_run_cudnn(const VarlenCall& call) {
-  return !is_window(call, VarlenWindow::kOther) && call.splits < 0 && std::max(call.D, call.Dv) <= kLargestCudnnDim;
+  return !is_window(call, VarlenWindow::kOther) && call.splits < 0 && std::max(call.D, call.Dv) <= kMaxCudnnHeadDim;
 }
 
-int64_t features_of(const VarlenCall& call) {
+int64_t varlen_facts_of(const VarlenCall& call) {
   return (call.misaligned != 0 ? int64_t{kMisaligned} : 0) |
          (call.unusual_scale != 0 ? int64_t{kUnusualVarlenScale} : 0);
 }
@@ -50,34 +50,43 @@ int find_row(VarlenKernel stock, int64_t facts, int cc, const Tables& tables) {
   return first_match == tables.varlen.end() ? -1 : static_cast<int>(first_match - tables.varlen.begin());
 }
 
-bool kernels_support(const VarlenCall& call) {
-  const LayoutRow& layout = tables().layout;
+bool kernels_support(const VarlenCall& call, const Tables& tables) {
+  const LayoutRow& layout = tables.layout;
   return call.readable != 0 && call.has_cu_seqlens_k != 0 && call.paged == 0 && (call.splits < 0 || call.splits == 1) &&
          has_head_dim(layout, call.D) && has_head_dim(layout, call.Dv);
 }
 
-std::string decision_text(const VarlenCall& call, const VarlenDecision& decision, int cc) {
-  const std::string stock = kVarlenKernelSaid[stock_varlen_kernel(call, cc)];
-  switch (decision.exit) {
+// Return the sdpa_backend blocks that force the kernels of a family.
+std::string blocks_text(const char* separator, const Tables& tables) {
+  std::string blocks;
+  for (const FamilyRow& family : tables.families)
+    blocks += (blocks.empty() ? "" : separator) + ("sdpa_backend('" + std::string(family.backend) + "')");
+  return blocks;
+}
+
+std::string decision_text(const VarlenCall& call, const VarlenDecision& decision, int cc, const Tables& tables) {
+  const std::string stock = kVarlenKernelTexts[stock_varlen_kernel(call, cc)];
+  switch (decision.reason) {
     case VarlenDecisionReason::kDisabled:
       return "The plugin is disabled. Call torch_flashplug.enable().";
     case VarlenDecisionReason::kOtherBackend:
       return "Another backend is requested.";
     case VarlenDecisionReason::kNotAllowed:
       return "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE.";
-    case VarlenDecisionReason::kNotTaken:
-      return "The kernels of this project do not support a call with " + missing_support_text(call);
+    case VarlenDecisionReason::kUnsupported:
+      return "The kernels of this project do not support a call with " + missing_support_text(call, tables);
     case VarlenDecisionReason::kForced:
       return "The backend is forced.";
     case VarlenDecisionReason::kServed:
       return "PyTorch would run " + stock;
     case VarlenDecisionReason::kDevice:
-      return "varlen_attn was not measured on compute capability " + capability(cc) +
-             ". Use sdpa_backend('fa3') or sdpa_backend('fa2').";
+      return "varlen_attn was not measured on compute capability " + capability(cc) + ". Use " +
+             blocks_text(" or ", tables) + ".";
     case VarlenDecisionReason::kUnmeasured:
       return "PyTorch would run " + stock +
              ", and no measured entry compares the kernels of this project with that kernel (VARLEN_ROWS of "
-             "torch_flashplug/registry/dispatch_table.py). Use sdpa_backend('fa3').";
+             "torch_flashplug/registry/dispatch_table.py). Use sdpa_backend('" +
+             tables.families[0].backend + "').";
     case VarlenDecisionReason::kSlower:
       return "PyTorch would run " + stock + ", which was measured to be faster.";
     case VarlenDecisionReason::kCount:
@@ -113,16 +122,16 @@ VarlenDecision decide_varlen(const VarlenCall& call, bool is_on, Mode mode, int 
   if (!is_on) return {VarlenDecisionReason::kDisabled};
   if (mode.backend() != Backend::kAuto && mode.family() < 0) return {VarlenDecisionReason::kOtherBackend};
   if (call.allowed == 0) return {VarlenDecisionReason::kNotAllowed};
-  if (!kernels_support(call)) return {VarlenDecisionReason::kNotTaken};
+  if (!kernels_support(call, tables)) return {VarlenDecisionReason::kUnsupported};
   if (mode.forces_kernels()) return {VarlenDecisionReason::kForced};
-  const int row = find_row(stock_varlen_kernel(call, cc), features_of(call), cc, tables);
+  const int row = find_row(stock_varlen_kernel(call, cc), varlen_facts_of(call), cc, tables);
   if (row >= 0)
     return {tables.varlen[row].serve != 0 ? VarlenDecisionReason::kServed : VarlenDecisionReason::kSlower, row};
   return {has_row_of(cc, tables) ? VarlenDecisionReason::kUnmeasured : VarlenDecisionReason::kDevice};
 }
 
-std::string missing_support_text(const VarlenCall& call) {
-  const auto is_odd = [](int64_t dim) { return !has_head_dim(tables().layout, dim); };
+std::string missing_support_text(const VarlenCall& call, const Tables& tables) {
+  const auto is_odd = [&tables](int64_t dim) { return !has_head_dim(tables.layout, dim); };
   const DType dtype = static_cast<DType>(call.dtype);
   const auto [low, high] = std::minmax(call.D, call.Dv);
   const std::string dims = low == high ? std::to_string(low) : std::to_string(low) + ", " + std::to_string(high);
@@ -140,11 +149,11 @@ std::string missing_support_text(const VarlenCall& call) {
 std::string varlen_json(const VarlenCall& call, const VarlenDecision& decision, Mode mode, int cc,
                         const Tables& tables) {
   const VarlenRow* row = decision.row < 0 ? nullptr : &tables.varlen[decision.row];
-  const bool raises = decision.exit == VarlenDecisionReason::kNotTaken && mode.forces_kernels();
+  const bool raises = decision.reason == VarlenDecisionReason::kUnsupported && mode.forces_kernels();
   const std::pair<const char*, std::string> members[] = {
-      {"exit", kVarlenExitNames[static_cast<int>(decision.exit)]},
+      {"reason", kVarlenReasonNames[static_cast<int>(decision.reason)]},
       {"stock", kVarlenKernelNames[stock_varlen_kernel(call, cc)]},
-      {"said", decision_text(call, decision, cc)},
+      {"text", decision_text(call, decision, cc, tables)},
       {"row", row != nullptr ? row->measured : ""},
       {"stock_bug", row != nullptr ? row->wrong : ""},
       {"error", raises ? forced_varlen_error(call, mode, tables) : ""}};
@@ -154,7 +163,7 @@ std::string varlen_json(const VarlenCall& call, const VarlenDecision& decision, 
 }
 
 std::string forced_varlen_error(const VarlenCall& call, Mode mode, const Tables& tables) {
-  return "varlen_attn: the forced kernels do not support a call with " + missing_support_text(call) +
+  return "varlen_attn: the forced kernels do not support a call with " + missing_support_text(call, tables) +
          ". Call varlen_attn outside of sdpa_backend('" + tables.families[mode.family()].backend + "').";
 }
 

@@ -22,14 +22,15 @@ constexpr const char* kVarlenRuleNames[] = {"flash", "shapes", "argument", "unkn
 
 // The window_size of a call: kNone is (-1, -1), kCausal is (-1, 0).
 enum class VarlenWindow : int64_t { kNone, kCausal, kOther };
+constexpr const char* kVarlenWindowNames[] = {"none", "causal", "other"};
 
 // Facts of a call. All members have the same type, because Python fills in the members by the names below.
 struct VarlenCall {
   int64_t rule = static_cast<int64_t>(VarlenRule::kUnknown);
   int64_t backend = -1;  // SDPBackend of the op's argument; -1: not known
-  int64_t allowed =
-      1;  // torch.nn.attention.sdpa_kernel allows these kernels; 1 before torch 2.15, which ignores sdpa_kernel
-  int64_t into = 0;  // the op is varlen_attn_out
+  // torch.nn.attention.sdpa_kernel allows these kernels; 1 before torch 2.15, which ignores sdpa_kernel.
+  int64_t allowed = 1;
+  int64_t writes_out = 0;  // the op is varlen_attn_out
   int64_t enable_gqa = 0;
   int64_t max_q = 0, heads_q = 0, heads_k = 0, D = 0, Dv = 0;
   int64_t dtype = 0;    // dtype of the query
@@ -40,38 +41,38 @@ struct VarlenCall {
   int64_t misaligned = 0;     // cuDNN cannot read a tensor in place, because of address, strides or broadcast dims
   int64_t unusual_scale = 0;  // the scale is zero, negative or not finite
 };
-constexpr const char* kVarlenFactNames[] = {
-    "rule",  "backend", "allowed", "into",  "enable_gqa",       "max_q",    "heads_q",    "heads_k",      "D", "Dv",
-    "dtype", "window",  "splits",  "paged", "has_cu_seqlens_k", "readable", "misaligned", "unusual_scale"};
-static_assert(sizeof(VarlenCall) == std::size(kVarlenFactNames) * sizeof(int64_t));
+constexpr const char* kVarlenCallMembers[] = {
+    "rule",  "backend", "allowed", "writes_out", "enable_gqa",       "max_q",    "heads_q",    "heads_k",      "D", "Dv",
+    "dtype", "window",  "splits",     "paged", "has_cu_seqlens_k", "readable", "misaligned", "unusual_scale"};
+static_assert(sizeof(VarlenCall) == std::size(kVarlenCallMembers) * sizeof(int64_t));
 
 enum class VarlenDecisionReason : int {
   kDisabled,
   kOtherBackend,  // a block requests "math" or "stock"
   kNotAllowed,
-  kNotTaken,    // no kernel takes the call; a forced backend raises
-  kForced,      // a kernel runs, because the mode forces kernels
-  kServed,      // a kernel runs, because a measured row says so
-  kDevice,      // no row is for the GPU
-  kUnmeasured,  // no row is for the kernel that torch would run
+  kUnsupported,  // no kernel takes the call; a forced backend raises
+  kForced,       // a kernel runs, because the mode forces kernels
+  kServed,       // a kernel runs, because a measured row says so
+  kDevice,       // no row is for the GPU
+  kUnmeasured,   // no row is for the kernel that torch would run
   kSlower,
   kCount
 };
-constexpr const char* kVarlenExitNames[] = {"disabled", "other backend", "not allowed", "not taken", "forced",
-                                            "served",   "device",        "unmeasured",  "slower"};
-static_assert(std::size(kVarlenExitNames) == static_cast<size_t>(VarlenDecisionReason::kCount));
+constexpr const char* kVarlenReasonNames[] = {"disabled", "other backend", "not allowed", "unsupported", "forced",
+                                              "served",   "device",        "unmeasured",  "slower"};
+static_assert(std::size(kVarlenReasonNames) == static_cast<size_t>(VarlenDecisionReason::kCount));
 
 struct VarlenDecision {
-  VarlenDecisionReason exit;
+  VarlenDecisionReason reason;
   int row = -1;  // row of the table that decided, or -1
-  bool ours() const { return exit == VarlenDecisionReason::kForced || exit == VarlenDecisionReason::kServed; }
+  bool ours() const { return reason == VarlenDecisionReason::kForced || reason == VarlenDecisionReason::kServed; }
 };
 
 VarlenKernel stock_varlen_kernel(const VarlenCall& call, int cc);  // the kernel of the stock op
 VarlenDecision decide_varlen(const VarlenCall& call, bool is_on, Mode mode, int cc, const Tables& tables);
 // Return true if the kernels were measured on the GPU to be as fast as torch's flash attention.
 bool flash_is_measured(int cc, const Tables& tables);
-std::string missing_support_text(const VarlenCall& call);  // unsupported properties of the call
+std::string missing_support_text(const VarlenCall& call, const Tables& tables);  // unsupported properties of the call
 // Return the error text for an unsupported call under a mode that forces kernels.
 std::string forced_varlen_error(const VarlenCall& call, Mode mode, const Tables& tables);
 std::string varlen_json(const VarlenCall& call, const VarlenDecision& decision, Mode mode, int cc,

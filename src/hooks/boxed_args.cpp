@@ -92,9 +92,9 @@ LiveSchema::LiveSchema(std::string_view schema) {
     const std::string_view item = list.substr(0, comma);
     list = comma == list.npos ? std::string_view() : list.substr(comma + 2);
     if (item == "*") continue;
-    if (count_ == kMost)
+    if (count_ == kMaxArguments)
       throw std::runtime_error(
-          "torch_flashplug: torch's op must have at most LiveSchema::kMost arguments, but has more.");
+          "torch_flashplug: torch's op must have at most LiveSchema::kMaxArguments arguments, but has more.");
     const size_t space = item.rfind(' ');
     const std::string_view name = item.substr(space + 1, item.find('=', space) - space - 1);
     const auto entry =

@@ -52,7 +52,7 @@ enum class Arg : int {
 // Schema of an op, parsed from the text printed by the running torch.
 class LiveSchema {
  public:
-  static constexpr int kMost = 32;  // maximal number of arguments
+  static constexpr int kMaxArguments = 32;  // maximal number of arguments
   explicit LiveSchema(std::string_view schema);
   int position(Arg arg) const {
     return positions_[static_cast<int>(arg)];
@@ -69,7 +69,7 @@ class LiveSchema {
 
   int count_ = 0;
   std::array<int, static_cast<size_t>(Arg::kCount)> positions_;
-  std::array<Boxing, kMost> boxing_{};
+  std::array<Boxing, kMaxArguments> boxing_{};
 };
 
 // The arguments of a call. The destructor frees the arguments, unless a different kernel received them. Returned
@@ -96,7 +96,7 @@ class BoxedArgs {
 
   const LiveSchema& signature_;
   StableIValue* stack_;
-  std::array<StableIValue, LiveSchema::kMost> args_;
+  std::array<StableIValue, LiveSchema::kMaxArguments> args_;
   bool passed_on_ = false;
 };
 

@@ -41,11 +41,11 @@ constexpr int64_t kBottomRight = 2;  // custom_mask_type
 constexpr Window kCausal{-1, 0, true};
 
 const LiveSchema& forward_schema() {
-  static const LiveSchema schema(kRowsForward.text());
+  static const LiveSchema schema(kEfficientOpForward.text());
   return schema;
 }
 const LiveSchema& backward_schema() {
-  static const LiveSchema schema(kRowsBackward.text());
+  static const LiveSchema schema(kEfficientOpBackward.text());
   return schema;
 }
 
@@ -63,13 +63,13 @@ bool should_run_kernel(const BoxedArgs& args, bool gradients) {
   }
   if (!kernels_support(args, 4)) return false;
   const Shape q = shape_of(args.tensor(Arg::kQuery)), k = shape_of(args.tensor(Arg::kKey));
-  if (q.size[1] <= tables().gate.rows || q.size[2] != k.size[2]) return false;
+  if (q.size[1] <= tables().cost_model.max_decode_rows || q.size[2] != k.size[2]) return false;
   if (mode.family() >= 0) return true;
   const HookedCall hooked(args, kCausal);
-  Facts facts = read_facts(hooked.call);
-  facts.problem.grad = gradients;
+  ReadFacts facts = read_facts(hooked.call);
+  facts.call.grad = gradients;
   const DeviceFacts device = device_facts(facts.device_index());
-  const Plan& plan = remembered_plan(facts.problem, device, mode, tables());
+  const Plan& plan = remembered_plan(facts.call, device, mode, tables());
   return plan.ours() && !kernel_missing(plan.kernel_row, device);
 }
 
@@ -125,8 +125,8 @@ bool forward_with_kernels(const BoxedArgs& args, StableIValue* stack) {
   if (!run_with_kernels("_efficient_attention_forward", hooked, &forward_result)) return false;
   const AtenTensorHandle query = args.tensor(Arg::kQuery);
   FlashResult flash = to_stock_layout(std::move(forward_result), hooked, query);
-  TensorClass facts;
-  read_class(query, &facts);
+  TensorMeta facts;
+  read_meta(query, &facts);
   const Shape out = shape_of(flash.out.get()), lse = shape_of(flash.lse.get());
   int64_t packed[4];
   pack_strides(out.size, packed);
@@ -134,7 +134,7 @@ bool forward_with_kernels(const BoxedArgs& args, StableIValue* stack) {
   const auto number = [&facts] {
     return empty_strided(0, nullptr, nullptr, aoti_torch_dtype_int64(), facts.device_type, facts.device_index);
   };
-  constexpr const Schema& op = kRowsForward;
+  constexpr const Schema& op = kEfficientOpForward;
   stack[op.result("output")] = box::from_tensor(view_with_strides(flash.out.get(), packed));
   stack[op.result("logsumexp")] = box::from_tensor(
       args.flag(Arg::kNeedsLse) ? pad_lse(flash.lse.get()) : new_like(flash.lse.get(), 3, none, strides, nullptr));

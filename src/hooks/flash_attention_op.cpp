@@ -107,7 +107,7 @@ bool needs_window_kernel(const BoxedArgs& args, const Window& window) {
   const int64_t Sq = q.size[1], Sk = k.size[1], group = k.size[2] > 0 ? q.size[2] / k.size[2] : 0;
   const bool left = window.left >= 0 && window.left < Sk - 1, right = window.right >= 0 && window.right < Sq - 1;
   const bool plain = Sq == Sk && window.right == 0 && !left;
-  const bool few = group * Sq <= tables().gate.rows;
+  const bool few = group * Sq <= tables().cost_model.max_decode_rows;
   return (left || right) && !plain && (!few || preferred.load());
 }
 
@@ -154,8 +154,8 @@ void forward(StableIValue* stack, uint64_t count, uint64_t) {
     for (int i = 0; i < 5; ++i) stack[i] = box::from_tensor(TensorHandle(results[i]));
     return;
   }
-  TensorClass query;
-  read_class(args.tensor(Arg::kQuery), &query);
+  TensorMeta query;
+  read_meta(args.tensor(Arg::kQuery), &query);
   const int64_t no_elements = 0, unit_stride = 1;
   stack[0] = box::from_tensor(std::move(result.out));
   stack[1] = box::from_tensor(std::move(result.lse));

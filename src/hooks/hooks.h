@@ -22,7 +22,8 @@ int install(int stub_index);  // index 1: CUDA, index 0: CPU (tests). Returns 0,
                               // in last_error()
 int uninstall(int stub_index);  // restores the saved pointer
 bool is_installed(int stub_index);
-// Exits of the router: the places where a call is decided. Exit `planned` has a plan. test_sdp_choice meets each exit.
+// Exits of the choice hook: the places where a call is decided. Exit `planned` has a plan. test_sdp_choice meets each
+// exit.
 inline constexpr const char* kExitNames[] = {
     "disabled", "math everywhere", "math",     "not allowed", "other backend", "dims", "device",  "empty",
     "class",    "nested",          "subclass", "no sizes",    "shapes",        "mask", "planned", "part"};
@@ -37,7 +38,7 @@ struct CorrectedChoice {
 CorrectedChoice corrected_choice(int64_t chosen, const Attention& call);
 bool has_no_elements(const Attention& call);  // as far as known: false for nested tensors and symbolic sizes
 const char* stock_bug_text(int fault);        // "" without a fault
-// Return stock torch's choice for a call without a mask; math if no router was ever installed.
+// Return stock torch's choice for a call without a mask; math if no choice hook was ever installed.
 int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, double dropout_p, bool is_causal,
                      std::optional<double> scale, bool enable_gqa);
 

@@ -38,7 +38,7 @@ struct Call : Attention {
 };
 
 enum class Owner { kStocks, kOurs, kMaths };
-// The owner of a call, and the exit where the router decided.
+// The owner of a call, and the exit where the choice hook decided.
 struct Decision {
   int exit;
   Owner owner = Owner::kStocks;
@@ -59,13 +59,13 @@ using Sizes = int64_t[kNumOperands][4];
 
 // Ask Python about subclasses that C++ cannot inspect: whether operands are only traced or lie on several devices, and
 // hints of symbolic sizes. If sizes depend on data (left unfilled), the op decides at run time.
-Traced ask_python(const Call& call, Sizes* hints) {
+TraceAnswer ask_python(const Call& call, Sizes* hints) {
   const TraceCallback ask = trace_callback();
-  if (ask == nullptr) return call.mask == nullptr ? Traced::kSizesLater : Traced::kStocks;
-  const auto answer = static_cast<Traced>(ask(call.q, call.k, call.v, call.mask, **hints));
-  if (answer == Traced::kStocks || answer == Traced::kSizesLater) return answer;
+  if (ask == nullptr) return call.mask == nullptr ? TraceAnswer::kSizesAtRunTime : TraceAnswer::kStock;
+  const auto answer = static_cast<TraceAnswer>(ask(call.q, call.k, call.v, call.mask, **hints));
+  if (answer == TraceAnswer::kStock || answer == TraceAnswer::kSizesAtRunTime) return answer;
   const Shape shapes[kNumOperands] = {{(*hints)[0]}, {(*hints)[1]}, {(*hints)[2]}};
-  return shapes_fit(shapes, call.enable_gqa) ? answer : Traced::kStocks;
+  return shapes_fit(shapes, call.enable_gqa) ? answer : TraceAnswer::kStock;
 }
 
 // Return true if auto mode takes a call of the given sizes, dense in memory.
@@ -83,11 +83,11 @@ bool serves_size_hints(CallFacts p, const Sizes& hints, const DeviceFacts& devic
 }
 
 // Decide by the facts of a call. The exit names the question that decided.
-Decision make_decision(const Call& call, Mode mode, Facts* read) {
+Decision make_decision(const Call& call, Mode mode, ReadFacts* read) {
   const TorchSymbols& torch = torch_symbols();
-  Facts& facts = *read;
-  CallFacts& p = facts.problem;
-  if (!read_class(call, &facts) || !four_dims(facts)) return {exit_index("dims")};
+  ReadFacts& facts = *read;
+  CallFacts& p = facts.call;
+  if (!read_meta(call, &facts) || !four_dims(facts)) return {exit_index("dims")};
   if (!p.on_cuda) return {exit_index("device")};
   if (has_no_elements(call)) return {exit_index("empty")};
   const bool only_traced = is_traced(call);
@@ -105,11 +105,11 @@ Decision make_decision(const Call& call, Mode mode, Facts* read) {
   if (!forced && !plans_are_logged() && !may_serve_class(p, device, mode, tables())) return {exit_index("class")};
   if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return {exit_index("nested")};
   Sizes hints = {};
-  const Traced answer = only_traced ? ask_python(call, &hints) : Traced::kSized;
-  if (answer == Traced::kStocks) return {exit_index("subclass")};
-  if (answer == Traced::kStep && (p.needs & kDropout) != 0) return {exit_index("subclass")};
+  const TraceAnswer answer = only_traced ? ask_python(call, &hints) : TraceAnswer::kSizesKnown;
+  if (answer == TraceAnswer::kStock) return {exit_index("subclass")};
+  if (answer == TraceAnswer::kRingStep && (p.needs & kDropout) != 0) return {exit_index("subclass")};
   // Decided by sizes that are the same on all devices. The devices have to agree on the op, which may move its inputs.
-  if (answer == Traced::kPart || answer == Traced::kStep)
+  if (answer == TraceAnswer::kPerDevice || answer == TraceAnswer::kRingStep)
     return {exit_index("part"), ours_if(forced || serves_size_hints(p, hints, device, mode))};
   // The replacement of a mask is for the plugin's op alone. Graphs keep the mask; tracing.py finds the mask again.
   const bool has_mask = (p.needs & kAnyMask) != 0, is_bool = (p.needs & kMask) != 0,
@@ -132,14 +132,14 @@ Decision make_decision(const Call& call, Mode mode, Facts* read) {
   const auto mask_check = only_traced || has_wrapper(call) ? traced_mask_fits : mask_fits;
   if (has_mask && !mask_check(call.mask, facts)) return {exit_index("mask")};
   const Plan& plan = remembered_plan(p, device, mode, tables());
-  note_plan("router", p, device, mode, plan);
+  note_plan("choice hook", p, device, mode, plan);
   // If a forced backend cannot run the call, the op raises the reasons.
   const bool ours = forced || (plan.ours() && !kernel_missing(plan.kernel_row, device));
   return {exit_index("planned"), ours_if(ours), replaces_mask};
 }
 
 // Decide a call: first by the switches, then by `make_decision()`.
-Decision decide(const Call& call, Mode mode, Facts* facts) {
+Decision decide(const Call& call, Mode mode, ReadFacts* facts) {
   const TorchSymbols& torch = torch_symbols();
   if (!enabled()) return {exit_index("disabled")};
   if (process_backend() == Backend::kMath) return {exit_index("math everywhere"), Owner::kMaths};
@@ -162,7 +162,7 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   const Causal causal = is_causal ? Causal::kTopLeft : Causal::kNone;
   const Call call{{q, k, v, mask->has_value() ? mask_handle : nullptr, dropout_p, causal, scale}, enable_gqa};
   drop_replaced_mask();
-  Facts facts;
+  ReadFacts facts;
   const Decision decision = decide(call, effective_mode(), &facts);
   last_exit = decision.exit;
   if (decision.owner == Owner::kMaths) return kChoiceMath;
@@ -191,7 +191,7 @@ bool is_in_library(void* function, const char* library) {
 }
 
 int fail(int code, const std::string& text) {
-  set_last_error("torch_flashplug: router not installed: " + text);
+  set_last_error("torch_flashplug: choice hook not installed: " + text);
   return code;
 }
 
@@ -237,7 +237,7 @@ int install(int stub_index) {
 
 int uninstall(int stub_index) {
   std::lock_guard<std::mutex> lock(install_mutex);
-  if (!is_installed(stub_index)) return fail(7, "the router is not in place");
+  if (!is_installed(stub_index)) return fail(7, "the choice hook is not in place");
   stub_pointer(stub_index)->store(saved[stub_index].load(std::memory_order_acquire), std::memory_order_release);
   return 0;
 }

@@ -1,6 +1,6 @@
 // Known faults of stock backends, for calls that stay with stock. If stock chooses a backend that is wrong for a call
-// and a different stock backend is right, the router returns the right backend. The composite hook and explain do the
-// same through the op _corrected_choice.
+// and a different stock backend is right, the choice hook returns the right backend. The composite hook and explain do
+// the same through the op _corrected_choice.
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
@@ -28,12 +28,12 @@ bool has_mask_in_transform(const Attention& call) {
 }
 
 // Read the facts of a call with concrete sizes, traced or not.
-bool read_concrete_facts(const Attention& call, Facts* facts) {
+bool read_concrete_facts(const Attention& call, ReadFacts* facts) {
   if (torch_symbols().nested(call.q)) return false;
   const bool only_traced = is_traced(call);
   std::optional<QuietShims> quiet;  // symbolic sizes, no storage
   if (only_traced || has_wrapper(call)) quiet.emplace();
-  return read_class(call, facts) && read_shapes(call, memory_of(only_traced), facts);
+  return read_meta(call, facts) && read_shapes(call, memory_of(only_traced), facts);
 }
 
 // Return true if cuDNN's backward on Hopper reads unmasked padding: query rows after a single row, or keys after a half
@@ -43,10 +43,10 @@ bool read_concrete_facts(const Attention& call, Facts* facts) {
 bool has_unmasked_rest(const Attention& call) {
   if (call.mask != nullptr || call.causal != Causal::kNone) return false;
   if (!wants_grad(call) && call.dropout_p == 0.0) return false;
-  Facts facts;
-  if (!read_concrete_facts(call, &facts) || device_facts(facts.device_index()).cc != tables().gate.measured_cc)
+  ReadFacts facts;
+  if (!read_concrete_facts(call, &facts) || device_facts(facts.device_index()).cc != tables().cost_model.measured_cc)
     return false;
-  return facts.problem.Sq == 1 || has_half_key_block(facts.problem);
+  return facts.call.Sq == 1 || has_half_key_block(facts.call);
 }
 
 // Return true if the efficient attention reads the operands unchanged. KV heads must equal query heads. The rows of a
@@ -55,8 +55,8 @@ bool efficient_reads(const Attention& call) {
   if (cpu_stub() != CpuStub::kOff) return false;
   // The rule of torch for vmap requires a mask with the query's batching.
   if (call.mask != nullptr && has_wrapper(call)) return false;
-  Facts facts;
-  const CallFacts& p = facts.problem;
+  ReadFacts facts;
+  const CallFacts& p = facts.call;
   if (!read_concrete_facts(call, &facts)) return false;
   if (call.mask != nullptr) {
     int64_t dims = 0;
@@ -69,8 +69,8 @@ bool efficient_reads(const Attention& call) {
     if (mask.size[dims - 1] != p.Sk || (mask_dtype != query_dtype && mask_dtype != aoti_torch_dtype_bool()))
       return false;
   }
-  const auto odd_ones = [](const Layout& layout) { return layout.odd_ones; };
-  return is_16b_aligned(p) && p.Hq == p.Hkv && std::none_of(p.layout, p.layout + kNumOperands, odd_ones);
+  const auto unaligned_unit_dim = [](const Layout& layout) { return layout.unaligned_unit_dim; };
+  return is_16b_aligned(p) && p.Hq == p.Hkv && std::none_of(p.layout, p.layout + kNumOperands, unaligned_unit_dim);
 }
 
 struct StockBug {

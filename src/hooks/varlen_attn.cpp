@@ -87,8 +87,8 @@ VarlenCall facts_of_call(const BoxedArgs& args, int* cc) {
     const int64_t dims = tensor == nullptr ? 0 : dims_of(tensor);
     return dims < from_end ? int64_t{0} : shape_of(tensor).size[dims - from_end];
   };
-  TensorClass query;
-  if (q != nullptr) read_class(q, &query);
+  TensorMeta query;
+  if (q != nullptr) read_meta(q, &query);
   const std::array<int64_t, 2> window = args.pair(Arg::kWindow).value_or(std::array<int64_t, 2>{-1, -1});
   const bool has_choice = args.has(Arg::kBackend);
   VarlenCall call;
@@ -96,7 +96,7 @@ VarlenCall facts_of_call(const BoxedArgs& args, int* cc) {
   call.backend = args.integer(Arg::kBackend).value_or(-1);
   // A torch version without the op's `backend` argument does not ask sdpa_kernel either.
   call.allowed = !has_choice || torch_symbols().flash_enabled() || torch_symbols().overrideable_enabled();
-  call.into = args.has(Arg::kOut);
+  call.writes_out = args.has(Arg::kOut);
   call.enable_gqa = args.flag(Arg::kGrouped);
   call.max_q = args.integer(Arg::kMaxQ).value_or(0);
   call.heads_q = size(q, 2), call.heads_k = size(k, 2);
@@ -126,7 +126,7 @@ bool should_run_kernel(const BoxedArgs& args) {
   int cc = 0;
   const VarlenCall call = facts_of_call(args, &cc);
   const VarlenDecision decision = decide_varlen(call, true, mode, cc, tables());
-  if (decision.exit == VarlenDecisionReason::kNotTaken && mode.forces_kernels())
+  if (decision.reason == VarlenDecisionReason::kUnsupported && mode.forces_kernels())
     throw std::runtime_error(forced_varlen_error(call, mode, tables()));
   return decision.ours();
 }

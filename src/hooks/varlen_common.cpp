@@ -108,7 +108,7 @@ TensorHandle rows_of(AtenTensorHandle lse, const CallFacts& p) {
 }
 
 // Return a new dropout state at a storage offset.
-TensorHandle new_state(const TensorClass& query, int64_t mark) {
+TensorHandle new_state(const TensorMeta& query, int64_t mark) {
   const int64_t size = mark + kState, unit_stride = 1;
   const TensorHandle storage =
       empty_strided(1, &size, &unit_stride, aoti_torch_dtype_uint64(), query.device_type, query.device_index);
@@ -117,9 +117,8 @@ TensorHandle new_state(const TensorClass& query, int64_t mark) {
 
 // Return true if kernels can write the output to `out`.
 bool is_writable(AtenTensorHandle out, AtenTensorHandle q, AtenTensorHandle v) {
-  TensorClass of_out, of_q;
-  if (!read_class(out, &of_out) || !read_class(q, &of_q) || of_out.dtype != of_q.dtype || !is_readable(out))
-    return false;
+  TensorMeta of_out, of_q;
+  if (!read_meta(out, &of_out) || !read_meta(q, &of_q) || of_out.dtype != of_q.dtype || !is_readable(out)) return false;
   const Shape have = shape_of(out), query = shape_of(q);
   return is_on_device_of(out, of_q) && !layout_in_memory(out, have).broadcast &&
          std::equal(query.size, query.size + 3, have.size) && have.size[3] == shape_of(v).size[3];
@@ -159,9 +158,8 @@ bool kernels_support(const BoxedArgs& args, int64_t dims) {
   if (args.integer(Arg::kSplits).value_or(1) != 1) return false;
   for (const Arg arg : {Arg::kQuery, Arg::kKey, Arg::kValue}) {
     const AtenTensorHandle x = args.tensor(arg);
-    TensorClass facts;
-    if (x == nullptr || !read_class(x, &facts) || facts.dim != dims || !eligible_device(facts.device_type))
-      return false;
+    TensorMeta facts;
+    if (x == nullptr || !read_meta(x, &facts) || facts.dim != dims || !eligible_device(facts.device_type)) return false;
     const int64_t dim = shape_of(x).size[dims - 1];
     if (!is_16_bit_float(facts.dtype) || !has_head_dim(tables().layout, dim)) return false;
   }
@@ -177,7 +175,7 @@ int compute_capability(AtenTensorHandle query) {
 bool run_with_kernels(const char* where, const HookedCall& hooked, ForwardResult* result) {
   const ForwardCall& call = hooked.call;
   const auto attended = [&](Mode by) {
-    const Facts facts = read_facts(call);
+    const ReadFacts facts = read_facts(call);
     check_lengths(call, facts);
     return attend(where, call, facts, by, result);
   };
@@ -194,8 +192,8 @@ bool run_with_kernels(const char* where, const HookedCall& hooked, ForwardResult
 
 FlashResult to_stock_layout(ForwardResult result, const HookedCall& hooked, AtenTensorHandle query) {
   const ForwardCall& call = hooked.call;
-  TensorClass facts;
-  read_class(query, &facts);
+  TensorMeta facts;
+  read_meta(query, &facts);
   CallFacts p;
   const Shape shape[kNumOperands] = {shape_of(call.q), shape_of(call.k), shape_of(call.v)};
   fill_shapes(shape, &p);
@@ -225,15 +223,15 @@ bool is_ours(AtenTensorHandle rng) {
 bool gradients_with_kernels(const BoxedArgs& args, Window window, TensorHandle grads[3], AtenTensorHandle lse) {
   const HookedCall hooked(args, window);
   const TensorHandle grad_out = heads_first(operand(args, Arg::kGradOut)), out = heads_first(operand(args, Arg::kOut));
-  const Facts facts = read_facts(hooked.call);
+  const ReadFacts facts = read_facts(hooked.call);
   check_lengths(hooked.call, facts);
-  const TensorHandle rows = rows_of(lse != nullptr ? lse : operand(args, Arg::kLse), facts.problem);
+  const TensorHandle rows = rows_of(lse != nullptr ? lse : operand(args, Arg::kLse), facts.call);
   const BackwardCall call{grad_out.get(),           hooked.call, out.get(), rows.get(), nullptr, nullptr,
                           {true, true, true, false}};
   BackwardResult result;
   if (!differentiate_attention(call, facts, &result)) {
     // Empty calls: a forced backend takes them as well, and stock's kernels need not.
-    if (!is_empty(facts.problem) && cpu_stub() != CpuStub::kMath) return false;
+    if (!is_empty(facts.call) && cpu_stub() != CpuStub::kMath) return false;
     result = attention_math_backward(call);
   }
   constexpr Arg operands[3] = {Arg::kQuery, Arg::kKey, Arg::kValue};

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 
 #include "core/core.h"
 #include "launch/launch.h"
@@ -18,9 +19,9 @@ namespace flashplug {
 
 namespace {
 
-constexpr uint32_t kRingCounters =
-    1 << 16;  // a device runs at most 128 kernels at once; a stream queues some thousand more
-constexpr uint32_t kBlockCounters = 16384;  // counters per allocation: 64 KiB
+// A device runs at most 128 kernels at once, and a stream queues some thousand more.
+constexpr uint32_t kRingCounters = 1 << 16;
+constexpr uint32_t kBlockCounters = 16384;  // counters per allocation for recorded launches
 constexpr int64_t kCounterBytes = sizeof(int32_t);
 
 struct DeviceCounters {
@@ -42,8 +43,8 @@ std::mutex mutex;
 char* allocate(uint32_t count) {
   void* memory = device_zeros(count * kCounterBytes);
   if (memory == nullptr)
-    throw std::runtime_error(
-        "torch_flashplug: the GPU has no free memory for the launch counters (64 KiB). Free some memory.");
+    throw std::runtime_error("torch_flashplug: the GPU has no free memory for the launch counters (" +
+                             std::to_string(count * kCounterBytes / 1024) + " KiB). Free some memory.");
   return static_cast<char*>(memory);
 }
 

@@ -39,7 +39,7 @@ Arguments::Arguments(const KernelRow& row, const CallFacts& p, int device_index)
   for (int i = 0; i < signature_.count; ++i) packed_[i] = typed(kTVMFFINone);
   for (const FactParameter& fact_parameter : signature_.facts) {
     if (!takes_argument(row, fact_parameter.features)) continue;
-    const bool real = fact_parameter.type == NumberType::kFp32;
+    const bool real = fact_parameter.dtype == ArgumentDtype::kFp32;
     TVMFFIAny& any = packed_[fact_parameter.position] = typed(real ? kTVMFFIFloat : kTVMFFIInt);
     const double value = fact_of(p, fact_parameter.fact);
     if (real)
@@ -50,17 +50,17 @@ Arguments::Arguments(const KernelRow& row, const CallFacts& p, int device_index)
 }
 
 DLDataType Arguments::type_of(const Parameter& parameter) const {
-  switch (parameter.type) {
-    case NumberType::kFp32:
+  switch (parameter.dtype) {
+    case ArgumentDtype::kFp32:
       return {kDLFloat, 32, 1};
-    case NumberType::kInt32:
+    case ArgumentDtype::kInt32:
       return {kDLInt, 32, 1};
-    case NumberType::kInt64:
+    case ArgumentDtype::kInt64:
       return {kDLInt, 64, 1};
-    case NumberType::kBool:
+    case ArgumentDtype::kBool:
       return {kDLUInt, 8, 1};
     default: {
-      const DTypeFacts& facts = facts_of(row_.dtype[static_cast<int>(parameter.type)]);
+      const DTypeFacts& facts = facts_of(row_.dtype[static_cast<int>(parameter.dtype)]);
       // Kernels interpret the bytes of 8-bit dtypes themselves (kernels/features/quantized_kv_cache.py).
       if (facts.bytes == 1) return {kDLUInt, 8, 1};
       return {static_cast<uint8_t>(facts.dlpack), static_cast<uint8_t>(8 * facts.bytes), 1};

@@ -40,7 +40,7 @@ class Arguments {
   // A DLTensor with storage for its strides. The sizes are borrowed from the tensor.
   struct Described {
     DLTensor tensor;
-    int64_t stride[kMostDims];
+    int64_t stride[kMaxDims];
   };
   TVMFFIAny* value_for(KernelArg arg, int32_t type_index);
   [[noreturn]] void throw_for_missing() const;
@@ -50,8 +50,8 @@ class Arguments {
   const KernelRow& row_;
   const int device_index_;
   int32_t num_missing_;  // number of arguments of the kernel still to be set
-  Described described_[kMostArguments];
-  TVMFFIAny packed_[kMostArguments + 1];
+  Described described_[kMaxArguments];
+  TVMFFIAny packed_[kMaxArguments + 1];
 };
 
 void* mutable_data(AtenTensorHandle tensor);

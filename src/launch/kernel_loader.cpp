@@ -102,10 +102,10 @@ KernelCall compile(const std::string& name, const DeviceFacts& device, int circu
   }
   void* function = nullptr;
   char reason[1024] = "";
-  const auto answer =
-      static_cast<Provided>(callback(name.c_str(), device.cc, circumstances, &function, self, reason, sizeof reason));
-  *later = answer == Provided::kNotYet;
-  if (answer != Provided::kKernel || (function == nullptr && *self == nullptr)) {
+  const auto answer = static_cast<CompileAnswer>(
+      callback(name.c_str(), device.cc, circumstances, &function, self, reason, sizeof reason));
+  *later = answer == CompileAnswer::kNotYet;
+  if (answer != CompileAnswer::kKernel || (function == nullptr && *self == nullptr)) {
     *why += std::string("; ") + reason;
     return nullptr;
   }
@@ -122,10 +122,10 @@ Kernel* search(Entry& entry, const std::string& name, int device_index, int circ
   if (call == nullptr) {
     const bool capturing = stream_is_capturing(current_cuda_stream(device_index));
     bool later = false;
-    call = compile(name, device, circumstances | (capturing ? kCapturing : 0), &self, &why, &later);
+    call = compile(name, device, circumstances | (capturing ? kIsCapturing : 0), &self, &why, &later);
     if (call == nullptr) {
       const std::string text = "torch_flashplug: kernel " + name + " is not available (" + why + ")";
-      if ((circumstances & kRequired) != 0) throw std::runtime_error(text);
+      if ((circumstances & kMustWait) != 0) throw std::runtime_error(text);
       if (!later && !entry.missing.exchange(true)) registry().changes.fetch_add(1, std::memory_order_relaxed);
       if ((!later || capturing) && !entry.warned.exchange(true))
         log_warning(text + "; stock attention serves " + (later ? "this call" : "these calls"));
@@ -145,7 +145,7 @@ Kernel* search(Entry& entry, const std::string& name, int device_index, int circ
 Kernel* find_kernel(int row, int device_index, int circumstances) {
   Entry& entry = entry_of(row, device_facts(device_index));
   if (entry.kernel.call.load(std::memory_order_acquire) != nullptr) return &entry.kernel;
-  if ((circumstances & kRequired) == 0 && entry.missing.load(std::memory_order_relaxed)) return nullptr;
+  if ((circumstances & kMustWait) == 0 && entry.missing.load(std::memory_order_relaxed)) return nullptr;
   return search(entry, tables().kernels[row].name, device_index, circumstances);
 }
 
@@ -178,7 +178,7 @@ void forget_kernels() {
   }
 }
 
-void expect_kernels(size_t rows) {
+void reserve_kernel_entries(size_t rows) {
   std::deque<Entry>& entries = registry().entries;
   while (entries.size() < rows * kNumGenerations) entries.emplace_back();
 }

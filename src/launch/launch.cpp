@@ -81,12 +81,12 @@ void run_on(Kernel& kernel, const Arguments& arguments) {
   kernel.devices.fetch_or(bit, std::memory_order_release);
 }
 
-// Pack the counter and the number of CTAs for a persistent kernel, whose CTAs fetch tile numbers.
-void pack_num_ctas(Arguments& arguments, void* stream, bool none = false) {
+// Pack the arguments of the tile scheduler of a persistent kernel: a counter, and the number of CTAs that fetch tiles.
+void pack_tile_scheduler(Arguments& arguments, void* stream, bool has_ctas) {
   if (!arguments.takes("counter")) return;
   const int device_index = arguments.device_index();
   arguments.global_number("counter", launch_counter(device_index, stream));
-  arguments.integer("num_ctas", none ? 0 : std::max(1, device_facts(device_index).sm_count - cta_margin()));
+  arguments.integer("num_ctas", has_ctas ? std::max(1, device_facts(device_index).sm_count - cta_margin()) : 0);
 }
 
 }  // namespace
@@ -95,7 +95,7 @@ void launch(Kernel& kernel, Arguments& arguments, bool loads) {
   const int device_index = arguments.device_index();
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);
-  pack_num_ctas(arguments, stream);
+  pack_tile_scheduler(arguments, stream, true);
   arguments.stream(stream);
   std::optional<RelaxedCapture> relaxed;
   if (loads) relaxed.emplace();
@@ -107,7 +107,7 @@ void launch_preprocess(Kernel& kernel, Arguments& arguments) {
   const int device_index = arguments.device_index();
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);
-  pack_num_ctas(arguments, stream, true);
+  pack_tile_scheduler(arguments, stream, false);
   arguments.stream(stream);
   RelaxedCapture relaxed;
   run(kernel, arguments);

@@ -28,23 +28,25 @@ struct Kernel {
 // Load the kernel pack of a target of architectures.py ("sm_90a"). An empty path means: the pack is not installed.
 void load_pack(const char* path, const char* target);
 void clear_packs();
-// Circumstances of a kernel lookup, as bits that Python reads as well (torch_flashplug/dispatch/callbacks.py).
+// Circumstances of a kernel lookup, as bits: CallConditions of torch_flashplug/codegen/kernel_request.py.
 enum Circumstances : int {
-  kCapturing = 1,  // the call is recorded in a CUDA graph: nothing is compiled
-  kRequired = 2,   // stock must not serve the call
-  kTraining = 4,   // gradients are wanted: backward kernels follow
+  kIsCapturing = 1,     // the call is recorded in a CUDA graph: nothing is compiled
+  kMustWait = 2,        // stock must not serve the call
+  kNeedsGradients = 4,  // gradients are wanted: backward kernels follow
 };
+constexpr const char* kCircumstanceNames[] = {"is_capturing", "must_wait", "needs_gradients"};
 // Return the kernel of a table row, looked up at its first use. If no kernel is found, return null after one warning,
-// or throw if the kernel is required. `circumstances` is a sum of `kRequired` and `kTraining`.
+// or throw if the kernel is required. `circumstances` is a sum of `kMustWait` and `kNeedsGradients`.
 Kernel* find_kernel(int row, int device_index, int circumstances);
-// Return true if an earlier lookup for such a device failed; the router then leaves such calls to stock.
+// Return true if an earlier lookup for such a device failed; the choice hook then leaves such calls to stock.
 bool kernel_missing(int row, const DeviceFacts& device);
 int64_t missing_changes();  // grows with every change of an answer of `kernel_missing()`
 void forget_kernels();
-void expect_kernels(size_t rows);  // makes place for lookups of so many table rows; called before calls run
-// Callback into Python for a kernel outside all packs. The callback returns a value of `Provided`. It sets `function`
-// (address of the kernel's host function), or `self` (a TVM-FFI function object), or else `why`.
-enum class Provided : int { kKernel, kNone, kNotYet };
+void reserve_kernel_entries(size_t rows);  // makes place for lookups of so many table rows; called before calls run
+// Callback into Python for a kernel outside all packs. The callback returns a value of `CompileAnswer`. It sets
+// `function` (address of the kernel's host function), or `self` (a TVM-FFI function object), or else `why`.
+enum class CompileAnswer : int { kKernel, kNone, kNotYet };
+constexpr const char* kCompileAnswerNames[] = {"kernel", "none", "not yet"};
 using CompileCallback = int (*)(const char* name, int cc, int circumstances, void** function, void** self, char* why,
                                 int why_bytes);
 void set_compile_callback(CompileCallback callback);

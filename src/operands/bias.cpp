@@ -27,8 +27,7 @@ namespace {
 constexpr int64_t kLeastSummed = 8;
 
 // Return a bias in a layout that the kernel reads: a view, or a copy.
-TensorHandle make_readable(const ForwardCall& call, const CallFacts& p, const TensorClass& query,
-                           const KernelRow& row) {
+TensorHandle make_readable(const ForwardCall& call, const CallFacts& p, const TensorMeta& query, const KernelRow& row) {
   const AtenTensorHandle bias = call.mask;
   int64_t size[4], stride[4], dims = 0;
   if (!has_supported_dtype(bias, p))
@@ -155,7 +154,7 @@ TensorHandle in_bias_layout(TensorHandle gradient, AtenTensorHandle bias) {
   return view(laid_out.get(), static_cast<int>(4 - like.missing), like.size + like.missing, like.stride + like.missing);
 }
 
-TensorHandle pack_bias_args(const ForwardCall& call, const CallFacts& p, const TensorClass& query, const KernelRow& row,
+TensorHandle pack_bias_args(const ForwardCall& call, const CallFacts& p, const TensorMeta& query, const KernelRow& row,
                             Arguments* arguments) {
   const bool wide = arguments->takes("bias32");
   if (!wide && !arguments->takes("bias")) return {};

@@ -15,7 +15,7 @@
 
 namespace flashplug {
 
-DropoutSeed draw_seed(const TensorClass& query) {
+DropoutSeed draw_seed(const TensorMeta& query) {
   const auto number = [&query] {
     return empty_strided(0, nullptr, nullptr, aoti_torch_dtype_int64(), query.device_type, query.device_index);
   };
@@ -29,7 +29,7 @@ DropoutSeed draw_seed(const TensorClass& query) {
   return drawn;
 }
 
-TensorHandle pack_dropout_args(AtenTensorHandle seed, const TensorClass& query, Arguments* arguments) {
+TensorHandle pack_dropout_args(AtenTensorHandle seed, const TensorMeta& query, Arguments* arguments) {
   if (!arguments->takes("seed")) return {};
   int64_t numbers = 0;
   int32_t dtype = -1, device_type = -1, device_index = -1;

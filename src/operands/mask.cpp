@@ -1,10 +1,10 @@
 // Transport of a bool mask to kernels, as mask metadata (kernels/preprocess/mask.py: two or four bits per score).
 //
-// After the router, F.sdpa would convert a bool mask to floats, 3 bytes per score, for the op and for autograd to keep.
-// F.sdpa reads the mask argument again at that point and converts only bool masks. The router therefore replaces the
-// mask by mask metadata, still empty. The op, called from the same frame of F.sdpa, puts the mask back and fills the
-// metadata. Autograd keeps the metadata. Measured on an H200, at 16k x 16k: the floats alone took 590 us. The attention
-// of a window takes 240 us there, and the mask metadata takes 105 us.
+// After the choice hook, F.sdpa would convert a bool mask to floats, 3 bytes per score, for the op and for autograd to
+// keep. F.sdpa reads the mask argument again at that point and converts only bool masks. The choice hook therefore
+// replaces the mask by mask metadata, still empty. The op, called from the same frame of F.sdpa, puts the mask back and
+// fills the metadata. Autograd keeps the metadata. Measured on an H200, at 16k x 16k: the floats alone took 590 us. The
+// attention of a window takes 240 us there, and the mask metadata takes 105 us.
 #include <pthread.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
@@ -83,13 +83,13 @@ bool are_numbers_countable(const int64_t size[4], const int64_t stride[4], int64
          size[0] * size[1] * numbers <= std::numeric_limits<uint32_t>::max();
 }
 
-TensorHandle new_metadata(const int64_t size[4], int64_t numbers, const TensorClass& query) {
+TensorHandle new_metadata(const int64_t size[4], int64_t numbers, const TensorMeta& query) {
   const int64_t sizes[3] = {size[0], size[1], numbers}, strides[3] = {size[1] * numbers, numbers, 1};
   return empty_strided(3, sizes, strides, aoti_torch_dtype_int32(), query.device_type, query.device_index);
 }
 
 // Return a copy of the mask's bytes, without repeats of broadcast dims.
-TensorHandle copy_of(AtenTensorHandle mask, const int64_t size[4], const int64_t stride[4], const TensorClass& query) {
+TensorHandle copy_of(AtenTensorHandle mask, const int64_t size[4], const int64_t stride[4], const TensorMeta& query) {
   int64_t once[4], packed[4];
   for (int i = 0; i < 4; ++i) once[i] = stride[i] == 0 ? 1 : size[i];
   pack_strides(once, packed);
@@ -119,7 +119,7 @@ MaskArgs kept_metadata(AtenTensorHandle metadata, const CallFacts& p, bool gradi
 }
 
 // Return the mask arguments of a kernel. `mask_metadata`: whether the kernel takes metadata.
-MaskArgs mask_args(const ForwardCall& call, const CallFacts& p, const TensorClass& query, bool takes_metadata,
+MaskArgs mask_args(const ForwardCall& call, const CallFacts& p, const TensorMeta& query, bool takes_metadata,
                    bool gradients) {
   if (is_mask_metadata(call.mask)) return kept_metadata(call.mask, p, gradients);
   int64_t size[4], stride[4];
@@ -158,17 +158,17 @@ bool expand_strides(AtenTensorHandle mask, const CallFacts& p, int64_t size[4], 
          expand_dims(dims, shape.size, shape.stride, scores, size, stride);
 }
 
-bool is_on_device_of(AtenTensorHandle mask, const TensorClass& query) {
-  TensorClass of_mask;
-  return read_class(mask, &of_mask) && of_mask.device_type == query.device_type &&
+bool is_on_device_of(AtenTensorHandle mask, const TensorMeta& query) {
+  TensorMeta of_mask;
+  return read_meta(mask, &of_mask) && of_mask.device_type == query.device_type &&
          of_mask.device_index == query.device_index;
 }
 
 bool has_supported_dtype(AtenTensorHandle mask, const CallFacts& p) {
-  TensorClass of_mask;
+  TensorMeta of_mask;
   if ((p.needs & feature_bit("bias")) == 0) return true;  // bool, or fp32
   if (is_mask(mask) && !is_kept(mask)) return true;       // F.sdpa converts the mask to floats of the query's dtype
-  return read_class(mask, &of_mask) && of_mask.dtype == p.dtype[0];
+  return read_meta(mask, &of_mask) && of_mask.dtype == p.dtype[0];
 }
 
 MaskObstacle mask_obstacle(const MaskFacts& mask, const int64_t scores[4]) {
@@ -189,9 +189,9 @@ MaskObstacle mask_obstacle(const MaskFacts& mask, const int64_t scores[4]) {
 namespace {
 
 // Return true if a mask breaks no rule. Sizes are read only if the operands have concrete sizes.
-bool has_no_obstacle(AtenTensorHandle mask, const TensorClass& of_mask, const Facts& facts) {
-  const CallFacts& p = facts.problem;
-  const TensorClass& query = facts.operand[0];
+bool has_no_obstacle(AtenTensorHandle mask, const TensorMeta& of_mask, const ReadFacts& facts) {
+  const CallFacts& p = facts.call;
+  const TensorMeta& query = facts.operand[0];
   Shape shape;
   MaskFacts plain{
       .is_bool = (p.needs & kMask) != 0,
@@ -208,27 +208,27 @@ bool has_no_obstacle(AtenTensorHandle mask, const TensorClass& of_mask, const Fa
 
 }  // namespace
 
-bool mask_fits(AtenTensorHandle mask, const Facts& facts) {
+bool mask_fits(AtenTensorHandle mask, const ReadFacts& facts) {
   const TorchSymbols& torch = torch_symbols();
-  TensorClass of_mask;
-  const bool is_replaced = (facts.problem.needs & kMask) != 0;  // the router replaces the mask
+  TensorMeta of_mask;
+  const bool is_replaced = (facts.call.needs & kMask) != 0;  // the choice hook replaces the mask
   if (is_replaced && !is_on_thread_stack(mask))
     return false;  // only the caller's own tensor, on the stack, can be replaced
   if (torch.python_dispatch(mask) || torch.has_wrapper(mask) || !has_memory(mask))
     return false;  // no address of its own
-  return read_class(mask, &of_mask) && has_no_obstacle(mask, of_mask, facts);
+  return read_meta(mask, &of_mask) && has_no_obstacle(mask, of_mask, facts);
 }
 
-bool traced_mask_fits(AtenTensorHandle mask, const Facts& facts) {
-  TensorClass of_mask;
-  return !torch_symbols().nested(mask) && read_class(mask, &of_mask) && has_no_obstacle(mask, of_mask, facts);
+bool traced_mask_fits(AtenTensorHandle mask, const ReadFacts& facts) {
+  TensorMeta of_mask;
+  return !torch_symbols().nested(mask) && read_meta(mask, &of_mask) && has_no_obstacle(mask, of_mask, facts);
 }
 
-bool replace_mask(AtenTensorHandle mask, const Facts& facts) {
+bool replace_mask(AtenTensorHandle mask, const ReadFacts& facts) {
   try {
     int64_t size[4], stride[4];
-    expand_strides(mask, facts.problem, size, stride);
-    const CallFacts& p = facts.problem;
+    expand_strides(mask, facts.call, size, stride);
+    const CallFacts& p = facts.call;
     // Without gradients, nobody keeps the metadata.
     const int64_t numbers = p.grad ? metadata_numbers(rows_of(p, stride), p.Sq, p.Sk, true) : 0;
     // Hooks of saved tensors get the replacement before the op fills the metadata, and may copy the replacement. So the
@@ -272,7 +272,7 @@ void reject_kept_mask(AtenTensorHandle mask) {
         (is_mask_metadata(mask) ? "int32" : "uint8") + ". Cast the mask.");
 }
 
-MaskArgs pack_mask_args(const ForwardCall& call, const CallFacts& p, const TensorClass& query, bool gradients,
+MaskArgs pack_mask_args(const ForwardCall& call, const CallFacts& p, const TensorMeta& query, bool gradients,
                         Arguments* arguments) {
   if (!arguments->takes("mask")) return {};
   const bool takes_metadata = arguments->takes("mask_metadata");
@@ -282,7 +282,7 @@ MaskArgs pack_mask_args(const ForwardCall& call, const CallFacts& p, const Tenso
   return mask;
 }
 
-void preprocess_in_torch(const ForwardCall& call, const CallFacts& p, const TensorClass& query) {
+void preprocess_in_torch(const ForwardCall& call, const CallFacts& p, const TensorMeta& query) {
   const MaskArgs args = mask_args(call, p, query, false, false);
   OpCall op(kPreprocessMask);
   op[kPreprocessMask["mask"]] = box::from_borrowed(args.mask.get());

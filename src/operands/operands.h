@@ -85,9 +85,9 @@ void pack_scale_sign(AtenTensorHandle grad_q, const CallFacts& p);
 
 // Replace the caller's bool mask, in the caller's own tensor, by the tensor for autograd to keep. F.sdpa would find a
 // bool mask and convert the mask to floats. The thread's next op puts the mask back. The replacement is empty mask
-// metadata or, with hooks of saved tensors, a copy of the mask's bytes. Called by the router; returns false if memory
-// is short.
-bool replace_mask(AtenTensorHandle mask, const Facts& facts);
+// metadata or, with hooks of saved tensors, a copy of the mask's bytes. Called by the choice hook; returns false if
+// memory is short.
+bool replace_mask(AtenTensorHandle mask, const ReadFacts& facts);
 void drop_replaced_mask();
 // Return the mask replaced by `replacement`, and put the mask back. Undefined if `replacement` is no replacement of the
 // calling thread. Called by the op.
@@ -104,7 +104,7 @@ struct MaskArgs {
 };
 // Pack the mask and its metadata for a kernel that takes them; or the mask alone. The result must live until the
 // launch.
-MaskArgs pack_mask_args(const ForwardCall& call, const CallFacts& p, const TensorClass& query, bool gradients,
+MaskArgs pack_mask_args(const ForwardCall& call, const CallFacts& p, const TensorMeta& query, bool gradients,
                         Arguments* arguments);
 // The first rule of the kernels that a mask breaks. describe_call.py has a text for each rule.
 enum class MaskObstacle : int { kNone, kDtype, kLayout, kDims, kShape, kDevice, kSize, kCount };
@@ -116,6 +116,8 @@ struct MaskFacts {
   int64_t dims = 0;
   const int64_t *size = nullptr, *stride = nullptr;  // null: no size is known
 };
+inline constexpr const char* kMaskFlagNames[] = {"is_bool", "is_fp32", "has_query_dtype", "is_dense",
+                                                 "is_on_query_device"};
 // `scores`: the sizes (B, Hq, Sq, Sk) of the scores.
 MaskObstacle mask_obstacle(const MaskFacts& mask, const int64_t scores[4]);
 // Compute sizes and strides of all four dims of a mask. Broadcast dims have stride 0, and equal planes count once.
@@ -124,10 +126,10 @@ bool expand_strides(AtenTensorHandle mask, const CallFacts& p, int64_t size[4], 
 // Compute `expand_strides()` from plain facts. `scores`: the sizes (B, Hq, Sq, Sk) of the scores.
 bool expand_dims(int64_t dims, const int64_t* mask_size, const int64_t* mask_stride, const int64_t scores[4],
                  int64_t size[4], int64_t stride[4]);
-bool has_supported_dtype(AtenTensorHandle mask, const CallFacts& p);    // dtype allowed by F.sdpa
-bool is_on_device_of(AtenTensorHandle mask, const TensorClass& query);  // on the same device
+bool has_supported_dtype(AtenTensorHandle mask, const CallFacts& p);   // dtype allowed by F.sdpa
+bool is_on_device_of(AtenTensorHandle mask, const TensorMeta& query);  // on the same device
 void preprocess_in_torch(const ForwardCall& call, const CallFacts& p,
-                         const TensorClass& query);  // fills the call's metadata
+                         const TensorMeta& query);  // fills the call's metadata
 // Return the number of 32-bit numbers of mask metadata for each plane. `rows` is Sq, or the rows of a block that stands
 // for all rows.
 int64_t metadata_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients);
@@ -148,7 +150,7 @@ BiasRead bias_read(int64_t dims, const int64_t* mask_size, const int64_t* mask_s
                    int64_t element_bytes, const CallFacts& p, const KernelRow& row);
 // Pack a float mask for a kernel that takes a bias, in either dtype. Undefined if the kernel takes none. The result
 // must live until the launch.
-TensorHandle pack_bias_args(const ForwardCall& call, const CallFacts& p, const TensorClass& query, const KernelRow& row,
+TensorHandle pack_bias_args(const ForwardCall& call, const CallFacts& p, const TensorMeta& query, const KernelRow& row,
                             Arguments* arguments);
 // Return an output tensor for the gradient of a bias: four dims, with size 1 where the bias has size 1. The layout is
 // the layout of the bias, if rows of the bias are contiguous.
@@ -172,9 +174,9 @@ TensorHandle in_bias_layout(TensorHandle gradient, AtenTensorHandle bias);
 struct DropoutSeed {
   TensorHandle seed, offset;  // () int64; the offset is 0
 };
-DropoutSeed draw_seed(const TensorClass& query);  // on the query's device, from the default generator
+DropoutSeed draw_seed(const TensorMeta& query);  // on the query's device, from the default generator
 // Pack the seed for a kernel that takes a seed. The result must live until the launch.
-TensorHandle pack_dropout_args(AtenTensorHandle seed, const TensorClass& query, Arguments* arguments);
+TensorHandle pack_dropout_args(AtenTensorHandle seed, const TensorMeta& query, Arguments* arguments);
 
 // ---- sinks.cpp: arguments of windows and pages ----
 
@@ -193,7 +195,7 @@ TensorHandle pack_dlse(AtenTensorHandle gradient, AtenTensorHandle lse, const Ca
 struct Lengths {
   TensorHandle tile_lists, seqused_k;
 };
-Lengths pack_varlen_args(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorClass& query,
+Lengths pack_varlen_args(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorMeta& query,
                          Arguments* arguments);
 // Tile lists of a plan, (1 or 2, n) int32: lists of the forward kernel, then of the backward kernel if a plugin kernel
 // runs the backward. `key` accompanies the lists in later calls. Without such kernels, the lists are empty and the key
@@ -202,12 +204,13 @@ struct PlannedLists {
   TensorHandle lists;
   int64_t key;
 };
-PlannedLists plan_lists(const ForwardCall& call, const Facts& facts, const Plan& plan, const BackwardPlan& backward);
+PlannedLists plan_lists(const ForwardCall& call, const ReadFacts& facts, const Plan& plan,
+                        const BackwardPlan& backward);
 
 // ---- quant_workspace.cpp ----
 
 // Pack the workspace of quantized operands for a kernel that takes one (quant_workspace.cpp).
-TensorHandle pack_quant_workspace(const CallFacts& p, const TensorClass& query, const KernelRow& row,
+TensorHandle pack_quant_workspace(const CallFacts& p, const TensorMeta& query, const KernelRow& row,
                                   Arguments* arguments);
 
 }  // namespace flashplug

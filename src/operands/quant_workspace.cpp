@@ -31,7 +31,7 @@ int64_t quant_workspace_bytes(const CallFacts& p, const KernelRow& row) {
 
 }  // namespace
 
-TensorHandle pack_quant_workspace(const CallFacts& p, const TensorClass& query, const KernelRow& row,
+TensorHandle pack_quant_workspace(const CallFacts& p, const TensorMeta& query, const KernelRow& row,
                                   Arguments* arguments) {
   if (!arguments->takes("quant_workspace")) return {};
   static const int32_t int32 = aoti_torch_dtype_int32();

@@ -30,7 +30,7 @@ int64_t list_capacity(const CallFacts& p) {
   return most_lists * kSector * (num_entries + 1);
 }
 
-TensorHandle new_lists(int64_t kernels, const CallFacts& p, const TensorClass& query) {
+TensorHandle new_lists(int64_t kernels, const CallFacts& p, const TensorMeta& query) {
   const int64_t size[2] = {kernels, list_capacity(p)}, stride[2] = {size[1], 1};
   return empty_strided(2, size, stride, aoti_torch_dtype_int32(), query.device_type, query.device_index);
 }
@@ -61,7 +61,7 @@ int64_t plan_key(const CallFacts& p, int forward_row, int backward_row) {
 // plan may be made without gradients, and kernel selection for the backward may have changed since. Throws if the plan
 // was made for a different call.
 TensorHandle tile_lists_of_plan(const ForwardCall& call, const CallFacts& p, const KernelRow& row,
-                                const TensorClass& query) {
+                                const TensorMeta& query) {
   if (!is_defined(call.tile_lists)) return {};
   const int64_t number = &row - tables().kernels.data() + 1;
   const bool backward = row.kind != kFwd;
@@ -69,8 +69,8 @@ TensorHandle tile_lists_of_plan(const ForwardCall& call, const CallFacts& p, con
   const bool of_call = (key >> 2 * kRowBits) == (facts_key(p) >> 2 * kRowBits);
   if (backward && planned_row != number && of_call) return {};
   Shape shape;
-  TensorClass lists;
-  if (!of_call || planned_row != number || !read_class(call.tile_lists, &lists) || lists.dim != 2 ||
+  TensorMeta lists;
+  if (!of_call || planned_row != number || !read_meta(call.tile_lists, &lists) || lists.dim != 2 ||
       !is_mask_metadata(call.tile_lists) || !is_on_device_of(call.tile_lists, query) ||
       !read_shape(call.tile_lists, &shape) || shape.size[0] <= int64_t{backward} || shape.size[1] != list_capacity(p) ||
       shape.stride[1] != 1 || shape.stride[0] != shape.size[1])
@@ -81,8 +81,8 @@ TensorHandle tile_lists_of_plan(const ForwardCall& call, const CallFacts& p, con
 }
 
 // Return a tensor of a given size whose rows share the same memory, for a kernel without reads.
-TensorHandle make_broadcast_tensor(std::initializer_list<int64_t> size, int32_t dtype, const TensorClass& query) {
-  int64_t stride[kMostDims] = {};
+TensorHandle make_broadcast_tensor(std::initializer_list<int64_t> size, int32_t dtype, const TensorMeta& query) {
+  int64_t stride[kMaxDims] = {};
   stride[size.size() - 1] = 1;
   return empty_strided(static_cast<int>(size.size()), size.begin(), stride, dtype, query.device_type,
                        query.device_index);
@@ -104,7 +104,7 @@ TensorHandle lengths_or_empty(const ForwardCall& call) {
 
 }  // namespace
 
-Lengths pack_varlen_args(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorClass& query,
+Lengths pack_varlen_args(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorMeta& query,
                          Arguments* arguments) {
   if (!arguments->takes("tile_lists")) return {};
   Lengths lengths;
@@ -120,7 +120,7 @@ Lengths pack_varlen_args(const ForwardCall& call, const CallFacts& p, const Kern
 // Launch only the preprocessing of a kernel, which fills the lists of a plan. All operands have sizes, but share the
 // memory of their rows.
 void make_lists(Kernel& kernel, const KernelRow& row, const ForwardCall& call, const CallFacts& p,
-                const TensorClass& query, const TensorHandle& tile_lists) {
+                const TensorMeta& query, const TensorHandle& tile_lists) {
   static const int32_t fp32 = aoti_torch_dtype_float32();
   int32_t dtype = -1;
   check_shim(aoti_torch_get_dtype(call.q, &dtype), "get_dtype");
@@ -150,15 +150,16 @@ void make_lists(Kernel& kernel, const KernelRow& row, const ForwardCall& call, c
   launch_preprocess(kernel, arguments);
 }
 
-PlannedLists plan_lists(const ForwardCall& call, const Facts& facts, const Plan& plan, const BackwardPlan& backward) {
-  const CallFacts& p = facts.problem;
-  const TensorClass& query = facts.operand[0];
-  const auto takes_lists = [&](int row) { return row >= 0 && (tables().kernels[row].takes & kRagged) != 0; };
+PlannedLists plan_lists(const ForwardCall& call, const ReadFacts& facts, const Plan& plan,
+                        const BackwardPlan& backward) {
+  const CallFacts& p = facts.call;
+  const TensorMeta& query = facts.operand[0];
+  const auto takes_lists = [&](int row) { return row >= 0 && (tables().kernels[row].takes & kVarlen) != 0; };
   int rows[2] = {plan.ours() ? plan.kernel_row : -1, backward.ours() ? backward.kernel_row : -1};
   Kernel* kernels[2] = {};
   for (int i = 0; i < 2; ++i) {
-    const int required = i == 0 && call.mode.forces_kernels() ? kRequired : 0;
-    const int training = backward.ours() ? kTraining : 0;
+    const int required = i == 0 && call.mode.forces_kernels() ? kMustWait : 0;
+    const int training = backward.ours() ? kNeedsGradients : 0;
     if (takes_lists(rows[i])) kernels[i] = find_kernel(rows[i], query.device_index, required | training);
     if (kernels[i] == nullptr) rows[i] = -1;
     if (rows[0] < 0) return {placeholder(call, aoti_torch_dtype_int32()), 0};

@@ -34,7 +34,7 @@
 namespace flashplug {
 
 void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list<int64_t> expected_size,
-                const Facts& facts) {
+                const ReadFacts& facts) {
   static const int32_t fp32 = aoti_torch_dtype_float32();
   int32_t dtype = -1;
   int64_t dims = 0;
@@ -59,7 +59,7 @@ namespace {
 
 // Return the number of rows of an int32 tensor that kernels can read; or -1. Rows must be contiguous, and the tensor
 // must be on the query's device.
-int64_t rows_of_int32(AtenTensorHandle x, int64_t dims, const Facts& facts) {
+int64_t rows_of_int32(AtenTensorHandle x, int64_t dims, const ReadFacts& facts) {
   int32_t dtype = -1;
   int64_t tensor_dims = 0;
   Shape shape;
@@ -80,8 +80,8 @@ void quantized_kv_forward(StableIValue* stack, uint64_t, uint64_t) {
   call.scale = box::to_optional_double(stack[op["scale"]]);
   call.k_scale = k_scale.get(), call.v_scale = v_scale.get();
   call.k_is_rotated = box::to<bool>(stack[op["k_is_rotated"]]);
-  const Facts facts = read_facts(call);
-  const CallFacts& p = facts.problem;
+  const ReadFacts facts = read_facts(call);
+  const CallFacts& p = facts.call;
   check_fp32("k_scale", call.k_scale, {p.B, p.Hkv, p.Sk}, facts);
   check_fp32("v_scale", call.v_scale, {p.B, p.Hkv, p.Sk}, facts);
   const bool sees = !is_defined(call.mask) || mask_fits(call.mask, facts);  // all other masks are for stock to refuse
@@ -141,7 +141,7 @@ void read_settings(StableIValue* stack, ForwardCall* call) {
 }  // namespace
 
 // Only shapes are checked here; kernels clamp the values on the device.
-void check_lengths(const ForwardCall& call, const Facts& facts) {
+void check_lengths(const ForwardCall& call, const ReadFacts& facts) {
   if (!is_defined(call.cu_seqlens_q) && !is_defined(call.cu_seqlens_k) && !is_defined(call.seqused_k)) return;
   const int64_t starts = rows_of_int32(call.cu_seqlens_q, 1, facts);
   if (starts < 1 || rows_of_int32(call.cu_seqlens_k, 1, facts) != starts ||
@@ -149,7 +149,7 @@ void check_lengths(const ForwardCall& call, const Facts& facts) {
     throw std::runtime_error(
         "torch_flashplug: cu_seqlens_q and cu_seqlens_k must be int32 [sequences + 1], and seqused_k int32 "
         "[sequences], contiguous and on the device of query.");
-  const CallFacts& p = facts.problem;
+  const CallFacts& p = facts.call;
   constexpr int64_t most = int64_t{1} << 30;
   if (p.B != 1)
     throw std::runtime_error("torch_flashplug: packed sequences must have batch size 1, but got " +
@@ -158,8 +158,8 @@ void check_lengths(const ForwardCall& call, const Facts& facts) {
     throw std::runtime_error("torch_flashplug: packed sequences must have fewer than 2^30 rows and keys together.");
 }
 
-bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode by, ForwardResult* result) {
-  const CallFacts& p = facts.problem;
+bool attend(const char* where, const ForwardCall& call, const ReadFacts& facts, Mode by, ForwardResult* result) {
+  const CallFacts& p = facts.call;
   const DeviceFacts device = device_facts(facts.device_index());
   const Plan plan = plan_attention_op(p, device, by);
   note_plan(where, p, device, by, plan);
@@ -174,8 +174,8 @@ namespace {
 
 // Facts and mode of a backward call. Any plugin kernel may run. The current thread's mode does not count, because
 // another thread's mode is not the call's. The deterministic setting is the current setting.
-CallFacts backward_facts(const Facts& facts) {
-  CallFacts p = facts.problem;
+CallFacts backward_facts(const ReadFacts& facts) {
+  CallFacts p = facts.call;
   p.deterministic = torch_symbols().deterministic();
   return p;
 }
@@ -183,20 +183,20 @@ Mode by_any(Mode mode) { return Mode::forcing(std::max(mode.family(), 0)); }
 
 }  // namespace
 
-bool differentiate_attention(const BackwardCall& call, const Facts& facts, BackwardResult* result) {
+bool differentiate_attention(const BackwardCall& call, const ReadFacts& facts, BackwardResult* result) {
   return our_backward(call, backward_facts(facts), device_facts(facts.device_index()), facts.device_index(),
                       by_any(call.forward.mode), result);
 }
 
 namespace {
 
-void check_out(const ForwardCall& call, const Facts& facts) {
+void check_out(const ForwardCall& call, const ReadFacts& facts) {
   if (call.out == nullptr) return;
-  const CallFacts& p = facts.problem;
+  const CallFacts& p = facts.call;
   const int64_t expected_size[4] = {p.B, p.Hq, p.Sq, p.Dv};
-  TensorClass out;
+  TensorMeta out;
   Shape shape;
-  if (!read_class(call.out, &out) || out.dtype != p.dtype[0] || out.dim != 4 || !read_shape(call.out, &shape) ||
+  if (!read_meta(call.out, &out) || out.dtype != p.dtype[0] || out.dim != 4 || !read_shape(call.out, &shape) ||
       !std::equal(expected_size, expected_size + 4, shape.size) || !is_on_device_of(call.out, facts.operand[0]))
     throw std::runtime_error("torch_flashplug: out must be [B, Hq, Sq, Dv] in the dtype and on the device of query.");
 }
@@ -228,10 +228,10 @@ ForwardResult attention_from_stack(StableIValue* stack, AtenTensorHandle out = n
   call.sinks = sinks.get();
   call.cu_seqlens_q = cu_seqlens_q.get(), call.cu_seqlens_k = cu_seqlens_k.get(), call.seqused_k = seqused_k.get();
   const TensorHandle tile_lists = read_plan<op>(stack, &call);
-  const Facts facts = read_facts(call);
+  const ReadFacts facts = read_facts(call);
   check_out(call, facts);
   check_lengths(call, facts);
-  const CallFacts& p = facts.problem;
+  const CallFacts& p = facts.call;
   if (is_defined(call.sinks) && is_16_bit(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
   ForwardResult result;
   return attend("attention_fwd", call, facts, call.mode, &result) ? std::move(result) : attention_math(call);
@@ -253,11 +253,11 @@ void planned_lists(StableIValue* stack, uint64_t, uint64_t) {
   ForwardCall call{{q.get(), k.get(), v.get()}, effective_mode()};
   read_settings<kPlanLists>(stack, &call);
   call.cu_seqlens_q = cu_seqlens_q.get(), call.cu_seqlens_k = cu_seqlens_k.get(), call.seqused_k = seqused_k.get();
-  const Facts facts = read_facts(call);
+  const ReadFacts facts = read_facts(call);
   check_lengths(call, facts);
   const DeviceFacts device = device_facts(facts.device_index());
   const bool kernels = cpu_stub() != CpuStub::kMath;
-  const Plan plan = kernels ? plan_attention_op(facts.problem, device, call.mode) : Plan{};
+  const Plan plan = kernels ? plan_attention_op(facts.call, device, call.mode) : Plan{};
   BackwardPlan backward;
   if (kernels && box::to<bool>(stack[op["gradients"]])) {
     CallFacts p = backward_facts(facts);
@@ -275,8 +275,8 @@ void attention_forward_out(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 // Only shapes are checked here; kernels clamp the values on the device.
-void check_pages(const ForwardCall& call, const Facts& facts) {
-  const CallFacts& p = facts.problem;
+void check_pages(const ForwardCall& call, const ReadFacts& facts) {
+  const CallFacts& p = facts.call;
   if (rows_of_int32(call.block_table, 2, facts) != p.B || rows_of_int32(call.seqused_k, 1, facts) != p.B)
     throw std::runtime_error(
         "torch_flashplug: block_table must be int32 [B, n] and seqused_k int32 [B], with contiguous rows and on the "
@@ -291,7 +291,7 @@ void check_pages(const ForwardCall& call, const Facts& facts) {
 
 // Return true if kernels can read the pages: rows copied together by a thread lie in the same page
 // (kernels/features/paged_kv.py).
-bool are_pages_readable(const ForwardCall& call, const Facts& facts) {
+bool are_pages_readable(const ForwardCall& call, const ReadFacts& facts) {
   constexpr int64_t together = 16;
   Shape block_table;
   return read_shape(call.block_table, &block_table) && facts.shape[1].size[0] > 0 &&
@@ -326,10 +326,10 @@ ForwardResult attend_pages(StableIValue* stack, AtenTensorHandle out = nullptr) 
   call.block_table = block_table.get(), call.seqused_k = seqused_k.get(), call.sinks = sinks.get();
   if (is_defined(k_scale.get())) call.k_scale = k_scale.get();
   if (is_defined(v_scale.get())) call.v_scale = v_scale.get();
-  const Facts facts = read_facts(call);
+  const ReadFacts facts = read_facts(call);
   check_out(call, facts);
   check_pages(call, facts);
-  const CallFacts& p = facts.problem;
+  const CallFacts& p = facts.call;
   if (is_defined(call.sinks) && is_16_bit(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
   const DeviceFacts device = device_facts(facts.device_index());
   const bool fits = are_pages_readable(call, facts);
@@ -369,13 +369,13 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
   call.grad_lse = grad_lse.get();
   call.wants_delta = box::to<bool>(stack[op["wants_delta"]]);
-  const Facts facts = read_facts(forward);
+  const ReadFacts facts = read_facts(forward);
   check_lengths(forward, facts);
   if (call.wants_delta && is_defined(forward.cu_seqlens_q))
     throw std::runtime_error(
         "torch_flashplug: wants_delta must be False with packed sequences: attention_bwd returns no delta. Leave "
         "wants_delta out.");
-  const CallFacts& p = facts.problem;
+  const CallFacts& p = facts.call;
   if (is_16_bit(p)) {
     check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
     if (is_defined(call.grad_lse)) check_fp32("grad_lse", call.grad_lse, {p.B, p.Hq, p.Sq}, facts);

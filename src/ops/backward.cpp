@@ -66,7 +66,7 @@ class BackwardInputs {
   const TensorHandle out_, grad_out_;
 };
 
-TensorHandle new_row_stats(const CallFacts& p, const KernelRow& row, const TensorClass& query) {
+TensorHandle new_row_stats(const CallFacts& p, const KernelRow& row, const TensorMeta& query) {
   const int64_t padded = workspace_rows(p, row);
   const int64_t size[4] = {p.B, p.Hq, 2, padded}, stride[4] = {p.Hq * 2 * padded, 2 * padded, padded, 1};
   return empty_strided(4, size, stride, aoti_torch_dtype_float32(), query.device_type, query.device_index);
@@ -79,11 +79,11 @@ TensorHandle delta_of(AtenTensorHandle row_stats, const CallFacts& p) {
   return new_like(row_stats, 3, size, stride, view(row_stats, 3, size, from, padded).get());
 }
 
-// Compute dQ, dK and dV, or at least the gradients in `parts`. `sharing`: see `BackwardPlan`. Returns the bias as the
-// kernel reads it.
+// Compute dQ, dK and dV, or at least the gradients in `wanted_bits`. `sharing`: see `BackwardPlan`. Returns the bias as
+// the kernel reads it.
 TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const CallFacts& p,
-                               const TensorClass& query, const BackwardInputs& inputs, int64_t parts, int64_t sharing,
-                               BackwardResult* result) {
+                               const TensorMeta& query, const BackwardInputs& inputs, int64_t wanted_bits,
+                               int64_t sharing, BackwardResult* result) {
   const ForwardCall& forward = call.forward;
   // The workspace is never empty, so that there is an address.
   const int64_t floats = std::max<int64_t>(workspace_floats(p, row), 4), unit_stride = 1;
@@ -91,7 +91,7 @@ TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const Backw
   const TensorHandle dq_workspace =
       empty_strided(1, &floats, &unit_stride, aoti_torch_dtype_float32(), query.device_type, query.device_index);
   const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
-  const int64_t written = row.kind == kPartBwd ? parts : kNeedsAll;
+  const int64_t written = row.kind == kSplitBwd ? wanted_bits : kNeedsAll;
   const auto writes = [written](int i) { return (written & (i == 0 ? kNeedsDq : kNeedsDkDv)) != 0; };
   for (int i = 0; i < 3; ++i)  // an unwritten gradient is not read either, so its operand takes the argument's place
     result->grads[i] = writes(i) ? new_gradient(operands[i], row.elementwise, i == 0 ? 1 : sharing)
@@ -122,7 +122,7 @@ TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const Backw
 // Compute the gradient of the caller's bias. `read`: the bias as read by an earlier kernel, copied if necessary; or
 // empty.
 TensorHandle bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const CallFacts& p,
-                           const TensorClass& query, const BackwardInputs& inputs, TensorHandle read, int sm_count) {
+                           const TensorMeta& query, const BackwardInputs& inputs, TensorHandle read, int sm_count) {
   const ForwardCall& forward = call.forward;
   const TensorHandle row_stats = new_row_stats(p, row, query);
   TensorHandle gradient = new_bias_gradient(forward.mask);
@@ -148,11 +148,11 @@ TensorHandle bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardC
 // range. The best number of ranges takes the shortest time. Among equal times the fewest ranges win, because fewer
 // ranges leave fewer planes of a bias gradient to add up.
 int64_t batch_ranges(const CallFacts& p, int sm_count) {
-  constexpr int64_t kCtasPerSm = 2, kMostWaves = 4;
+  constexpr int64_t kCtasPerSm = 2, kMaxWaves = 4;
   const int64_t at_once = std::max(sm_count, 1) * kCtasPerSm;
   int64_t best = 1, fewest_turns = ceil_div(p.Hq, at_once) * p.B;
   // For each number of waves, the largest number of ranges is the fastest.
-  for (int64_t waves = 1; waves <= kMostWaves; ++waves) {
+  for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
     const int64_t ranges = std::max<int64_t>(std::min(waves * at_once / p.Hq, p.B), 1);
     const int64_t turns = ceil_div(p.Hq * ranges, at_once) * ceil_div(p.B, ranges);
     if (turns < fewest_turns) best = ranges, fewest_turns = turns;
@@ -168,7 +168,7 @@ bool has_whole_planes(AtenTensorHandle bias, const CallFacts& p) {
 
 // Compute all gradients of sequences that fit into a single tile, with the gradient of a bias if wanted.
 void gradients_of_tiles(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const CallFacts& p,
-                        const TensorClass& query, const BackwardInputs& inputs, bool with_bias, int sm_count,
+                        const TensorMeta& query, const BackwardInputs& inputs, bool with_bias, int sm_count,
                         BackwardResult* result) {
   const ForwardCall& forward = call.forward;
   const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
@@ -208,12 +208,12 @@ bool our_backward(const BackwardCall& call, const CallFacts& p, const DeviceFact
                   BackwardResult* result) {
   if (cpu_stub() == CpuStub::kMath) return false;
   if ((p.needs & kMask) != 0 && !can_preprocess_mask(call.forward.mask, p)) return false;
-  CallFacts problem = p;
-  problem.grad = true;
-  problem.bias_grad = call.wanted_grads[3];
+  CallFacts with_gradients = p;
+  with_gradients.grad = true;
+  with_gradients.bias_grad = call.wanted_grads[3];
   const bool* wanted_grads = call.wanted_grads;
-  const int64_t parts = (wanted_grads[0] ? kNeedsDq : 0) + (wanted_grads[1] || wanted_grads[2] ? kNeedsDkDv : 0);
-  const BackwardPlan plan = plan_backward(problem, device, mode, tables(), parts);
+  const int64_t wanted_bits = (wanted_grads[0] ? kNeedsDq : 0) + (wanted_grads[1] || wanted_grads[2] ? kNeedsDkDv : 0);
+  const BackwardPlan plan = plan_backward(with_gradients, device, mode, tables(), wanted_bits);
   if (!plan.ours()) return false;
   const int any_row = std::max(plan.kernel_row, plan.bias_row);
   if (any_row < 0) return true;  // nothing is wanted
@@ -223,18 +223,18 @@ bool our_backward(const BackwardCall& call, const CallFacts& p, const DeviceFact
   Kernel* kernels[2] = {};
   for (int i = 0; i < 2; ++i) {
     if (planned[i] < 0) continue;
-    kernels[i] = find_kernel(planned[i], device_index, kTraining);
+    kernels[i] = find_kernel(planned[i], device_index, kNeedsGradients);
     if (kernels[i] == nullptr) return false;
   }
-  TensorClass query;
-  read_class(call.forward.q, &query);
+  TensorMeta query;
+  read_meta(call.forward.q, &query);
   const auto row = [&planned](int i) -> const KernelRow& { return tables().kernels[planned[i]]; };
   const BackwardInputs inputs(call, p, tables().kernels[any_row]);
   TensorHandle bias;
   if (in_tiles)
     gradients_of_tiles(*kernels[0], row(0), call, p, query, inputs, bias_in_tiles, device.sm_count, result);
   else if (kernels[0] != nullptr)
-    bias = operand_gradients(*kernels[0], row(0), call, p, query, inputs, parts, plan.sharing, result);
+    bias = operand_gradients(*kernels[0], row(0), call, p, query, inputs, wanted_bits, plan.sharing, result);
   if (kernels[1] != nullptr)
     result->grads[3] = bias_gradient(*kernels[1], row(1), call, p, query, inputs, std::move(bias), device.sm_count);
   count(Path::kOursBackward);

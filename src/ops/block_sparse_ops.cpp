@@ -19,10 +19,10 @@ namespace {
 
 // Read the facts of a call with block-sparse lists in place of the mask. The sizes of the lists are checked at their
 // use.
-Facts read_lists(const ForwardCall& call) {
-  Facts facts = read_facts(call);
+ReadFacts read_lists(const ForwardCall& call) {
+  ReadFacts facts = read_facts(call);
   // Gradients exclude decode kernels, which read masks and no metadata.
-  facts.problem.grad = true;
+  facts.call.grad = true;
   if (!is_mask_metadata(call.mask) || !is_on_device_of(call.mask, facts.operand[0]))
     throw std::runtime_error("torch_flashplug: the block-sparse lists must be int32 on the device of query.");
   return facts;
@@ -36,7 +36,7 @@ void block_sparse_forward(StableIValue* stack, uint64_t, uint64_t) {
                    mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   call.scale = box::to_optional_double(stack[op["scale"]]);
   call.cost_ratio_192 = box::to<double>(stack[op["cost_ratio_192"]]);
-  const Facts facts = read_lists(call);
+  const ReadFacts facts = read_lists(call);
   ForwardResult result;
   if (!attend("block_sparse_fwd", call, facts, call.mode, &result)) result = listed_math(call);
   stack[op.result("out")] = box::from_tensor(std::move(result.out));
@@ -53,8 +53,8 @@ void block_sparse_backward(StableIValue* stack, uint64_t, uint64_t) {
                       mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   forward.scale = box::to_optional_double(stack[op["scale"]]);
   const BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
-  const Facts facts = read_lists(forward);
-  const CallFacts& p = facts.problem;
+  const ReadFacts facts = read_lists(forward);
+  const CallFacts& p = facts.call;
   if (is_16_bit(p)) check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
   BackwardResult result;
   if (wants_math(forward.mode) || !differentiate_attention(call, facts, &result)) result = listed_math_backward(call);

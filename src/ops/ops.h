@@ -21,26 +21,26 @@ void register_ops(const char* dispatch_key, bool own_ops);  // "CUDA", or "CPU" 
 void unregister_ops();
 
 // Read the facts of a call with real tensors. Throws for unsupported tensors.
-Facts read_facts(const ForwardCall& call);
+ReadFacts read_facts(const ForwardCall& call);
 // Run a plugin kernel: two allocations (three with split-KV), copies of unreadable operands, and one kernel call.
 // Returns false without an available kernel; auto mode then falls back to stock.
-bool our_forward(const ForwardCall& original, const Facts& facts, const Plan& plan, ForwardResult* result);
+bool our_forward(const ForwardCall& original, const ReadFacts& facts, const Plan& plan, ForwardResult* result);
 // Return a tensor without elements: no memory, no launch.
 TensorHandle placeholder(const ForwardCall& call, int32_t dtype);
 
 // ---- attention_ops.cpp: ops of attention() ----
 
 void register_own_ops(torch::stable::detail::StableLibrary* library);
-void check_lengths(const ForwardCall& call, const Facts& facts);  // throws if kernels could not read the lengths
+void check_lengths(const ForwardCall& call, const ReadFacts& facts);  // throws if kernels could not read the lengths
 // Run a kernel allowed by the mode `by`. Returns false without a kernel, but throws if the call's mode forces one.
-bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode by, ForwardResult* result);
-bool differentiate_attention(const BackwardCall& call, const Facts& facts,
+bool attend(const char* where, const ForwardCall& call, const ReadFacts& facts, Mode by, ForwardResult* result);
+bool differentiate_attention(const BackwardCall& call, const ReadFacts& facts,
                              BackwardResult* result);  // false: no plugin kernel
 bool wants_math(Mode mode);
 bool is_16_bit(const CallFacts& p);  // true for 16-bit queries; the reference math checks all other calls
 // Throw unless a tensor is fp32, has the wanted sizes, and is on the query's device.
 void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list<int64_t> expected_size,
-                const Facts& facts);
+                const ReadFacts& facts);
 
 // ---- block_sparse_ops.cpp ----
 

@@ -1,4 +1,4 @@
-// Ops for calls that the router gave to the plugin, and the project's own ops: one implementation for both.
+// Ops for calls that the choice hook gave to the plugin, and the project's own ops: one implementation for both.
 //
 //   aten::_scaled_dot_product_fused_attention_overrideable (+ _backward): eager mode; autograd, autocast and functorch
 //     are libtorch's
@@ -47,10 +47,10 @@ using torch::stable::detail::StableLibrary;
 
 }  // namespace
 
-Facts read_facts(const ForwardCall& call) {
-  Facts facts;
-  const CallFacts& p = facts.problem;
-  if (!read_class(call, &facts) || !four_dims(facts)) {
+ReadFacts read_facts(const ForwardCall& call) {
+  ReadFacts facts;
+  const CallFacts& p = facts.call;
+  if (!read_meta(call, &facts) || !four_dims(facts)) {
     throw std::runtime_error("torch_flashplug: query, key and value must be 4-D tensors [B, H, S, D], but got " +
                              std::to_string(facts.operand[0].dim) + "-D, " + std::to_string(facts.operand[1].dim) +
                              "-D and " + std::to_string(facts.operand[2].dim) + "-D.");
@@ -75,10 +75,10 @@ Facts read_facts(const ForwardCall& call) {
   return facts;
 }
 
-bool our_forward(const ForwardCall& original, const Facts& facts, const Plan& plan, ForwardResult* result) {
-  CallFacts p = facts.problem;
+bool our_forward(const ForwardCall& original, const ReadFacts& facts, const Plan& plan, ForwardResult* result) {
+  CallFacts p = facts.call;
   p.needs |= plan.features;
-  const TensorClass& query = facts.operand[0];
+  const TensorMeta& query = facts.operand[0];
   if ((p.needs & kMask) != 0 && !can_preprocess_mask(original.mask, p)) return false;
   if (cpu_stub() == CpuStub::kMath) {  // everything but the kernel is real
     *result = math_forward(original);
@@ -90,7 +90,7 @@ bool our_forward(const ForwardCall& original, const Facts& facts, const Plan& pl
     count(Path::kOursForward);
     return true;
   }
-  const int circumstances = (original.mode.forces_kernels() ? kRequired : 0) | (facts.problem.grad ? kTraining : 0);
+  const int circumstances = (original.mode.forces_kernels() ? kMustWait : 0) | (facts.call.grad ? kNeedsGradients : 0);
   Kernel* kernel = find_kernel(plan.kernel_row, query.device_index, circumstances);
   if (kernel == nullptr) return false;
   const ReadableCall read = make_readable(original, p);
@@ -160,8 +160,8 @@ ForwardResult math_forward_counted(const ForwardCall& call) {
 
 // Run stock's choice for the call. A traced graph with the plugin's op is then not slower than stock, if stock serves
 // the call at run time.
-ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const DeviceFacts& device) {
-  const CallFacts& p = facts.problem;
+ForwardResult stock_forward(const ForwardCall& call, const ReadFacts& facts, const DeviceFacts& device) {
+  const CallFacts& p = facts.call;
   ForwardResult result;
   const auto by_ours = [&] {
     const Plan plan = plan_in_op(p, device, tables());
@@ -184,8 +184,8 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
 }
 
 ForwardResult forward(const ForwardCall& call) {
-  Facts facts = read_facts(call);
-  CallFacts& p = facts.problem;
+  ReadFacts facts = read_facts(call);
+  CallFacts& p = facts.call;
   p.deterministic = torch_symbols().deterministic();
   const DeviceFacts device = device_facts(facts.device_index());
   const auto plan_with = [&](bool grad) {
@@ -209,8 +209,8 @@ ForwardResult forward(const ForwardCall& call) {
 // Run a backward after any forward: the plugin's wherever possible, else the efficient attention's, else math. cuDNN's
 // backward is never used, because its plans ignore the order of grad_out (stock_workarounds.cpp).
 BackwardResult backward(const BackwardCall& call) {
-  Facts facts = read_facts(call.forward);
-  CallFacts& p = facts.problem;
+  ReadFacts facts = read_facts(call.forward);
+  CallFacts& p = facts.call;
   p.deterministic = torch_symbols().deterministic();
   const DeviceFacts device = device_facts(facts.device_index());
   BackwardResult result;
@@ -236,7 +236,7 @@ Causal own_op_causal(int64_t causal_mode, AtenTensorHandle mask) {
 // ---- the overrideable aten op ----
 
 void sdpa_op_forward(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr Schema op = kCarrierForward;
+  constexpr Schema op = kOverrideableForward;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), bias = box::to_optional_tensor(stack[op["attn_bias"]]);
   const TensorHandle replaced_mask = bias.defined() ? restore_mask(bias.get()) : TensorHandle();
@@ -269,7 +269,7 @@ void sdpa_op_forward(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 void sdpa_op_backward(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr Schema op = kCarrierBackward;
+  constexpr Schema op = kOverrideableBackward;
   const TensorHandle grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
                      k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]);
   const TensorHandle mask = box::to_tensor(stack[op["attn_bias"]]), out = box::to_tensor(stack[op["out"]]),
@@ -300,8 +300,8 @@ void sdpa_op_backward(StableIValue* stack, uint64_t, uint64_t) {
 }  // namespace
 
 TensorHandle placeholder(const ForwardCall& call, int32_t dtype) {
-  TensorClass query;
-  read_class(call.q, &query);
+  TensorMeta query;
+  read_meta(call.q, &query);
   const int64_t no_elements = 0, unit_stride = 1;
   return empty_strided(1, &no_elements, &unit_stride, dtype, query.device_type, query.device_index);
 }
@@ -353,14 +353,14 @@ void attention_op_backward(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 void corrected_choice_of_call(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr Schema op = kRightChoice;
+  constexpr Schema op = kCorrectedChoice;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_mask"]]);
   const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
   const CorrectedChoice right =
       corrected_choice(box::to<int64_t>(stack[op["chosen"]]),
-                   {q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
-                    box::to_optional_double(stack[op["scale"]])});
+                       {q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
+                        box::to_optional_double(stack[op["scale"]])});
   stack[op.result("choice")] = box::from(right.choice);
   stack[op.result("fault")] = box::from(int64_t{right.fault});
 }

@@ -39,6 +39,7 @@ TensorHandle pad_lse(AtenTensorHandle lse);
 // Stock's own attention kernels, called past the dispatcher; stock_workarounds.cpp sits above them. All exceptions pass
 // through, torch.OutOfMemoryError too.
 enum StockBackend : int { kStockCudnn = 1, kStockFlash = 2, kStockEfficient = 4 };
+constexpr const char* kStockBackendNames[] = {"cudnn", "flash", "efficient"};
 int stock_backends();  // sum of the backends whose kernels exist in the running torch
 struct CudnnForwardCall {
   AtenTensorHandle q, k, v, bias;  // bias may be null

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import enum
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,11 @@ import torch
 from golden_plans import call, operand_dtypes
 from torch.utils.dlpack import to_dlpack
 
-from torch_flashplug.api import startup
+from torch_flashplug.api import explain_varlen, startup
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.codegen import compiler
-from torch_flashplug.dispatch import bindings, library, table_structs
+from torch_flashplug.codegen.kernel_request import CallConditions
+from torch_flashplug.dispatch import bindings, callbacks, library, table_structs
 from torch_flashplug.ops import mask_preprocess_reference
 from torch_flashplug.registry import (
     architectures,
@@ -45,10 +47,21 @@ def own_table() -> Iterator[None]:
     startup.push_tables()
 
 
+def enumerators(enum_class: type[enum.IntEnum]) -> tuple[str, ...]:
+    return tuple(member.name.lower().replace("_", " ") for member in enum_class)
+
+
 def test_names_and_ids_agree_in_python_and_cpp() -> None:
     """Names and positions are defined once in Python, and C++ reports equal ones."""
-    homes = {"backends": BACKENDS[: -len(KERNEL_BACKENDS)], "kinds": KINDS, "operands": dispatch_table.OPERANDS,
-             "call facts": stock_bugs.FACTS, "number types": kernel_args.DTYPES}  # fmt: skip
+    homes = {"backends": BACKENDS[: -len(KERNEL_BACKENDS)], "kinds": KINDS,
+             "operand classes": dispatch_table.OPERAND_CLASSES, "call facts": stock_bugs.FACTS,
+             "argument dtypes": kernel_args.DTYPES, "mask flags": bindings.MASK_FLAGS, "paths": bindings.PATHS,
+             "device facts": bindings.DEVICE_FACTS, "stock backends": bindings.STOCK_BACKENDS,
+             "scales": tuple(bindings.SCALE_IDS),
+             "trace answers": enumerators(callbacks.TraceAnswer),
+             "compile answers": enumerators(callbacks.CompileAnswer),
+             "circumstances": tuple(field.name for field in dataclasses.fields(CallConditions)),
+             "varlen windows": (*explain_varlen._WINDOWS.values(), "other")}  # fmt: skip
     assert {subject: bindings.names(subject) for subject in homes} == homes
 
 
@@ -86,7 +99,7 @@ def test_stock_efficient_attention_supports_only_named_dtypes(monkeypatch: pytes
     """A new dtype with plugin kernels is not thereby supported by stock's efficient attention."""
     for name in dtypes.DTYPE_INFO:
         monkeypatch.setitem(dtypes.KERNEL_DTYPES, name, dtypes.KernelDtypes(name, name, name, name))
-    bindings.push_rows((KernelRow("fwd", 90, 64, 64, ("full",), 64, 64, 2),), (), dispatch_table.GATE)
+    bindings.push_rows((KernelRow("fwd", 90, 64, 64, ("full",), 64, 64, 2),), (), dispatch_table.COST_MODEL)
 
     def backward(name: str) -> str:
         operand_facts = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), table_structs.DTYPE_IDS[name])
@@ -149,7 +162,7 @@ def test_reason_without_a_text_does_not_compile() -> None:
 
 def test_table_rows_of_a_wrong_size_are_rejected() -> None:
     with pytest.raises(RuntimeError, match="table_structs.py must define the same rows, but differ"):
-        bindings._push(library.lib().flashplug_add_gate_row, table_structs.StockBugRow())
+        bindings._push(library.lib().flashplug_add_cost_model_row, table_structs.StockBugRow())
 
 
 def test_selected_kernel_has_exactly_the_needed_features(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +191,7 @@ def test_selected_kernel_has_exactly_the_needed_features(monkeypatch: pytest.Mon
         return bindings.plan(shape | needs, DEVICES["h100"], forced)["reasons"]["fa3"]
 
     for order in ((plain, with_dropout, causal), (causal, with_dropout, plain)):
-        bindings.push_rows(order, (), dispatch_table.GATE)
+        bindings.push_rows(order, (), dispatch_table.COST_MODEL)
         assert kernel() == plain.specs()[0].name()
         assert kernel(dropout=1, dropout_p=0.5) == with_dropout.specs()[0].name()
         assert kernel(causal=1) == causal.specs()[0].name()
@@ -187,7 +200,7 @@ def test_selected_kernel_has_exactly_the_needed_features(monkeypatch: pytest.Mon
             "No kernel of this backend has exactly this combination of features: causal and dropout."
         )
         assert "combination" not in reason(mask=1, dropout=1, dropout_p=0.5)
-    bindings.push_rows((causal,), (), dispatch_table.GATE)
+    bindings.push_rows((causal,), (), dispatch_table.COST_MODEL)
     assert kernel() == ""
     assert "each candidate applies a feature" in reason()
 
@@ -201,10 +214,12 @@ def test_new_kernel_family_needs_only_a_table_row(monkeypatch: pytest.MonkeyPatc
             kernel.family = len(FAMILIES) if row.tile_m == 64 else kernel.family
             yield kernel
 
-    monkeypatch.setattr(table_structs, "FAMILIES", (*FAMILIES, Family("fa4", 100, later=False, gpus="exactly 10.0")))
+    monkeypatch.setattr(
+        table_structs, "FAMILIES", (*FAMILIES, Family("fa4", 100, runs_on_later_gpus=False, gpus="exactly 10.0"))
+    )
     monkeypatch.setattr(table_structs, "of_kernels", of_kernels)
     older, newer = (KernelRow("fwd", 80, 64, 64, ("full",), tile_m, 64, 1) for tile_m in (128, 64))
-    bindings.push_rows((older, newer), (), dispatch_table.GATE)
+    bindings.push_rows((older, newer), (), dispatch_table.COST_MODEL)
     gpu, fa4 = DEVICES["h100"] | {"cc": 100}, len(BACKENDS)
     plan = bindings.plan(shape, gpu, fa4)
     assert (plan["backend"], plan["kernel"]) == ("fa4", newer.specs()[0].name())
@@ -259,7 +274,7 @@ def test_auto_selects_only_measured_element_types() -> None:
         "fwd", "vectors", 90, False, "full", 1, 64, 1, ANY, 1, ANY, 0, 2.0, "test table"
     )
     for elements_, served in ((measured.elements, ("fa3", "fa3")), (("fp16",), ("stock", "fa3"))):
-        bindings.push_rows(kernels, (dataclasses.replace(measured, elements=elements_),), dispatch_table.GATE)
+        bindings.push_rows(kernels, (dataclasses.replace(measured, elements=elements_),), dispatch_table.COST_MODEL)
         plain = call((1, 8, 8), (4096, 4096), (64, 64))
         plans = [bindings.plan(plain | operand_dtypes(name), DEVICES["h100"])["backend"] for name in ("bf16", "fp16")]
         assert tuple(plans) == served
@@ -276,7 +291,7 @@ def test_every_family_has_a_device_preset(family: Family) -> None:
 def test_family_supports_only_dtypes_of_its_own_kernels() -> None:
     """A dtype of a different family neither helps nor appears in the message."""
     hopper = KernelRow("fwd", 90, 64, 64, ("full",), 64, 128, 2, elements=("fp16",))
-    bindings.push_rows((hopper, KernelRow("fwd", 80, 64, 64, ("full",), 64, 64, 1)), (), dispatch_table.GATE)
+    bindings.push_rows((hopper, KernelRow("fwd", 80, 64, 64, ("full",), 64, 64, 1)), (), dispatch_table.COST_MODEL)
     plain, fa3, fa2 = call((1, 8, 8), (512, 512), (64, 64)), BACKENDS.index("fa3"), BACKENDS.index("fa2")
     names = [bindings.plan(plain, DEVICES["h100"], mode)["kernel"].partition("_d64")[0] for mode in (fa3, fa2)]
     assert names == ["", "fwd_sm80_bf16"]
@@ -295,7 +310,7 @@ def test_limits_follow_the_element_type_of_the_call() -> None:
         KernelRow("fwd", 90, d, d, ("full",), 64, 128, 2, elements=(dtype,))
         for d, dtype in ((128, "fp16"), (64, "bf16"))
     )
-    bindings.push_rows((wide, narrow), (), dispatch_table.GATE)
+    bindings.push_rows((wide, narrow), (), dispatch_table.COST_MODEL)
 
     def reason(name: str, d: int) -> str:
         operand_facts = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), table_structs.DTYPE_IDS[name])
@@ -311,7 +326,7 @@ def test_limits_follow_the_element_type_of_the_call() -> None:
 def test_sectors_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 72 columns of 4 bytes start at a sector; rows of 72 columns of 2 bytes or 76 columns of 4 bytes do not."""
     monkeypatch.setitem(dtypes.KERNEL_DTYPES, "fp32", dtypes.KernelDtypes("fp32", "fp32", "fp32", "fp32"))
-    bindings.push_rows((KernelRow("fwd", 90, 80, 80, ("full",), 64, 64, 2),), (), dispatch_table.GATE)
+    bindings.push_rows((KernelRow("fwd", 90, 80, 80, ("full",), 64, 64, 2),), (), dispatch_table.COST_MODEL)
 
     def kernel(d: int, name: str) -> str:
         operand_facts = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), table_structs.DTYPE_IDS[name])
@@ -377,7 +392,7 @@ ONE_FACT = {
     "deterministic": (call((4, 16, 16), (4096, 4096), (64, 64), grad=1), 1),
     "bias_grad": (call((4, 16, 16), (4096, 4096), (64, 64), grad=1, bias32=1), 1),
     **{fact: (_LONG, -1) for fact in ("on_cuda", "grad")},
-    **{f"{fact}_{x}": (_ONE_ROW, 1) for fact in ("odd_base", "odd_ones") for x in "qkv"},
+    **{f"{fact}_{x}": (_ONE_ROW, 1) for fact in ("unaligned_base", "unaligned_unit_dim") for x in "qkv"},
     "broadcast_q": (_MIXED, 1),
     "dropout_p": (_LONG, 2),
 }
@@ -426,7 +441,7 @@ def test_calls_with_different_facts_have_separate_cached_plans(field: str) -> No
 
 MEMBER_TYPES = {
     "const char*": ctypes.c_char_p, "double": ctypes.c_double, "int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32,
-    "Kind": ctypes.c_int32, "DType": ctypes.c_int32, "NumberType": ctypes.c_int32,
+    "Kind": ctypes.c_int32, "DType": ctypes.c_int32, "ArgumentDtype": ctypes.c_int32,
 }  # fmt: skip
 STRUCTS = {name: row for name, row in vars(table_structs).items() if name.endswith("Row") and isinstance(row, type)}
 

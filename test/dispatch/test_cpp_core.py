@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import compile_cpp
 import pytest
 import torch
 
@@ -109,7 +110,7 @@ def fake_pack(tmp_path: Path) -> Iterator[ctypes.CDLL]:
     """
     (tmp_path / "pack.c").write_text(FAKE_PACK)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "pack.so", tmp_path / "pack.c"], check=True)
-    bindings.push_rows(KERNELS, (), dispatch_table.GATE)
+    bindings.push_rows(KERNELS, (), dispatch_table.COST_MODEL)
     bindings.set_facts_override(DEVICES["h100"])
     bindings.set_cpu_stub(2)
     bindings.clear_packs()
@@ -173,7 +174,7 @@ def test_launch_packs_the_abi_of_decode(fake_pack: ctypes.CDLL) -> None:
     query = torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16)
     key = torch.zeros(1, 2, 2048, 64, dtype=torch.bfloat16)
     q, kv, shared = [64, 64, 64, 1], [64, 131072, 64, 1], {"lse": [4, 1, 1], "partials": [1]}
-    bindings.push_rows((*KERNELS, KernelRow("decode", 90, 64, 64, ("full",), 64, 64, 2)), (), dispatch_table.GATE)
+    bindings.push_rows((*KERNELS, KernelRow("decode", 90, 64, 64, ("full",), 64, 64, 2)), (), dispatch_table.COST_MODEL)
     for splits, cluster in ((1, 1), (2, 2), (9, 1)):
         bindings.set_mode(FA3 | splits << SPLITS_SHIFT)
         OVERRIDEABLE_OP(query, key, key)
@@ -187,7 +188,7 @@ def test_launch_packs_the_abi_of_the_backward(fake_pack: ctypes.CDLL) -> None:
         KernelRow("bwd", 90, 64, 64, ("full",), 64, 128, 4),
         KernelRow("partbwd", 90, 64, 64, ("full",), 64, 64, 4),
     )
-    bindings.push_rows((*KERNELS, *backward_rows), (), dispatch_table.GATE)
+    bindings.push_rows((*KERNELS, *backward_rows), (), dispatch_table.COST_MODEL)
     row_strides, key_strides = [17920, 64, 256, 1], [25600, 12800, 64, 1]
     strides = dict.fromkeys(("q", "o", "do", "dq"), row_strides) | dict.fromkeys(("k", "v", "dk", "dv"), key_strides)
     strides |= {"lse": [280, 70, 1], "row_stats": [1024, 256, 128, 1], "dq_workspace": [1], "counter": [1]}
@@ -223,7 +224,7 @@ def record_of_first_argument(fake_pack: ctypes.CDLL, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(features, "FEATURES", tuple(changed))
         monkeypatch.setattr(table_structs, "of_kernels", of_kernels)
         monkeypatch.setitem(kernel_args.ARGUMENTS_BY_KIND, "fwd", (argument, *FORWARD))
-        bindings.push_rows(KERNELS, (), dispatch_table.GATE)
+        bindings.push_rows(KERNELS, (), dispatch_table.COST_MODEL)
         OVERRIDEABLE_OP(query, query, query, None, 0.5 * dropout)
         return record_of_kernel(fake_pack)[:3]
 
@@ -428,7 +429,7 @@ with use_device_backend("cpu") as device_backend:
         torch.nn.functional.scaled_dot_product_attention(q, k, v)
 """
     log = run_python(code, TORCH_LOGS="+torch_flashplug", stderr=True)
-    assert log.count("router: ") == 1
+    assert log.count("choice hook: ") == 1
     assert '"backend": "fa3"' in log
 
 
@@ -436,3 +437,27 @@ def test_disabled_plugin_does_not_load_the_core() -> None:
     code = "import torch_flashplug\nfrom torch_flashplug.dispatch import library\n"
     code += "print(library.lib.cache_info().currsize)"
     assert run_python(code, TORCH_FLASHPLUG="0") == "0"
+
+
+COUNTERS_WITHOUT_MEMORY = """
+#include <cstring>
+#include "launch/counters.cpp"
+namespace flashplug {
+CpuStub cpu_stub() { return CpuStub::kOff; }
+bool stream_is_capturing(void* stream) { return stream != nullptr; }
+void* device_zeros(size_t) { return nullptr; }
+}
+extern "C" void fail(int captured, char* text) try {
+  flashplug::launch_counter(0, captured ? text : nullptr);
+} catch (const std::exception& error) {
+  std::strcpy(text, error.what());
+}
+"""
+
+
+def test_error_without_memory_for_counters_states_the_size(tmp_path: Path) -> None:
+    assert compile_cpp.compiles(COUNTERS_WITHOUT_MEMORY, "-shared", "-fPIC", "-o", str(tmp_path / "counters.so"))
+    library, text = ctypes.CDLL(str(tmp_path / "counters.so")), ctypes.create_string_buffer(200)
+    for captured, size in ((False, "256 KiB"), (True, "64 KiB")):
+        library.fail(captured, text)
+        assert f"no free memory for the launch counters ({size})" in text.value.decode()

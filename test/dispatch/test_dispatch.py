@@ -87,7 +87,7 @@ def test_disable_twice_and_enable_twice(hooked_backend: DeviceBackend) -> None:
 
 
 @pytest.mark.parametrize("reason", ["asked_for", "signature_differs"])
-def test_plan_b_is_installed_on_request_or_without_the_choice_hook(
+def test_composite_hook_is_installed_on_request_or_without_the_choice_hook(
     monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     torch_flashplug.disable()

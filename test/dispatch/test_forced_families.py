@@ -199,8 +199,8 @@ def test_preferred_fa2_in_a_graph_of_unknown_shapes(device_backend: DeviceBacken
     torch.testing.assert_close(actual.double(), math_in_fp64([q, k, v], {"attn_mask": mask}), **CLOSE)
 
 
-def test_plan_b_plans_again_after_a_kernel_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with use_device_backend("cpu", "plan_b") as device_backend:
+def test_composite_hook_plans_again_after_a_kernel_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with use_device_backend("cpu", "composite_hook") as device_backend:
         num_served, changes = [], bindings.missing_changes()
         for change_count, missing in ((changes, False), (changes, True), (changes + 1, True), (changes + 2, False)):
             monkeypatch.setattr(bindings, "missing_changes", lambda change_count=change_count: change_count)
@@ -235,7 +235,7 @@ def test_auto_serves_measured_rows_of_fa2(hooked_backend: DeviceBackend) -> None
     """Use calls that fa3 cannot serve: the choice hook asks both families, also before shapes are read."""
     served = tuple(
         ChoiceRow("fwd", operands, 80, False, mask, 1, 256, 0, ANY, 0, ANY, 0, ratio=2.0, measured="test table")
-        for operands in ("odddims", "unaligned", "columns")
+        for operands in ("odd_dims", "unaligned", "strided")
         for mask in ("full", "causal")
     )
     for rows, num_served in ((SERVE_ALL, 0), (served, 1), (SERVE_ALL + served, 1)):

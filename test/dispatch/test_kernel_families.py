@@ -61,7 +61,7 @@ def choice_row(operands: str, grad: bool = False) -> ChoiceRow:
 
 
 def push_tables(kernels: tuple[KernelRow, ...], rows: tuple[ChoiceRow, ...] = ()) -> None:
-    bindings.push_rows(kernels, rows, dispatch_table.GATE)
+    bindings.push_rows(kernels, rows, dispatch_table.COST_MODEL)
 
 
 @pytest.fixture(autouse=True)
@@ -282,7 +282,7 @@ def test_sm80_splits_need_a_decode_kernel_and_no_cluster() -> None:
 
 def test_auto_selects_fa2_only_on_measured_hopper_gpus() -> None:
     odd, plain = BY_ELEMENT["head_dim_60"], CALLS["encoder_512_d64"]
-    push_tables(FORWARDS, (choice_row("odddims"), choice_row("vectors")))
+    push_tables(FORWARDS, (choice_row("odd_dims"), choice_row("vectors")))
     plan = bindings.plan(odd, DEVICES["h100"])
     assert (plan["backend"], plan["kernel"]) == ("fa2", FORWARDS[3].specs()[0].name())
     assert "head dim 60" in plan["reasons"]["fa3"] and "fa2 has priority" in plan["reasons"]["stock"]
@@ -297,10 +297,10 @@ def test_auto_selects_fa2_only_on_measured_hopper_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, kind", [("head_dim_60", "odddims"), ("last_stride_2", "columns"), ("misaligned", "unaligned")]
+    "name, kind", [("head_dim_60", "odd_dims"), ("last_stride_2", "strided"), ("misaligned", "unaligned")]
 )
 def test_elementwise_layout_classes_have_separate_rows(name, kind) -> None:
-    for measured in ("odddims", "columns", "unaligned", "vectors"):
+    for measured in ("odd_dims", "strided", "unaligned", "vectors"):
         push_tables(kernel_table.KERNEL_ROWS, (choice_row(measured),))
         plan = bindings.plan(BY_ELEMENT[name], DEVICES["h100"])
         assert plan["backend"] == ("fa2" if measured == kind else "stock"), measured
@@ -381,7 +381,7 @@ def test_backward_follows_the_family_of_the_forward(problem, device, mode, backw
 
 
 def test_elementwise_gradients_need_rows_for_both_directions() -> None:
-    push_tables(FORWARDS + HOPPER_BACKWARDS + AMPERE_BACKWARDS, (choice_row("odddims", grad=True),))
+    push_tables(FORWARDS + HOPPER_BACKWARDS + AMPERE_BACKWARDS, (choice_row("odd_dims", grad=True),))
     plan = bindings.plan(ODD, DEVICES["h100"])
     assert plan["backend"] == "fa2" and plan["gradients"].startswith(AMPERE_BACKWARDS[1].specs()[0].name())
     ordered = bindings.plan(ODD | {"deterministic": 1}, DEVICES["h100"])

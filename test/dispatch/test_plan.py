@@ -61,7 +61,7 @@ CHOICES = (
 
 
 def push_tables(kernels: tuple[KernelRow, ...], rows: tuple[ChoiceRow, ...]) -> None:
-    bindings.push_rows(kernels, rows, dispatch_table.GATE)
+    bindings.push_rows(kernels, rows, dispatch_table.COST_MODEL)
 
 
 @pytest.fixture(autouse=True)

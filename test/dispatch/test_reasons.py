@@ -19,7 +19,7 @@ PLAIN, LONG, ONE_HEAD = call((1, 8, 8), (512, 512), (64, 64)), call((4, 16, 16),
 FORWARDS = tuple(row for row in kernel_table.KERNEL_ROWS if row.kind == "fwd")
 LARGE = tuple(row for row in FORWARDS if row.arch == 80 and row.specs()[0].smem_bytes() > DEVICES["l4"]["smem_bytes"])
 NO_BIAS_GRADIENT = tuple(row for row in kernel_table.KERNEL_ROWS if row.kind != "dbias")
-CLOSED_GATE = dataclasses.replace(dispatch_table.GATE, occupancy=0.8)
+CLOSED_GATE = dataclasses.replace(dispatch_table.COST_MODEL, occupancy=0.8)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def test_every_reason_has_a_call(reason: str) -> None:
     "facts, text",
     [
         ({"dropout": 1, "dropout_p": 0.1, "Sq": 100}, "the nearest entry needs Sq >= 128 (here 100)"),
-        ({"dropout": 1, "dropout_p": 0.1, "Dv": 32}, "class of calls (compute capability 9.0, no grad, D != Dv)"),
+        ({"dropout": 1, "dropout_p": 0.1, "Dv": 32}, "calls (compute capability 9.0, dropout as with grad, D != Dv)"),
         ({"dropout": 1, "dropout_p": 1.5}, "dropout_p must be above 0 and at most 1, but got 1.5."),
         ({"bias32": 1, "dropout": 1, "dropout_p": 0.1, "D": 256}, "kernels with bias32 and dropout take at most 128"),
         ({"D": 264}, "kernels take at most 256"),

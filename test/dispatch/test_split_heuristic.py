@@ -34,11 +34,13 @@ def restored() -> Iterator[None]:
 def own_table(restored: None) -> None:
     """Push a table with round costs: 1 us for a block of keys, 1.2 us for a cluster, 1.5 us for a second kernel."""
     rows = [kernel_table.KernelRow("fwd", 90, 64, 64, kernel_table.BOTH, 64, 128, 2)]
-    gate = dispatch_table.Gate(
-        rows=64, wide_rows=64, wide_ns=0, occupancy=0.8, cluster_ns=1200, cluster_rate=30, combine_ns=1500,
-        combine_rate=1500, read_share=1,
+    cost_model = dispatch_table.CostModel(
+        max_decode_rows=64, max_packed_rows=64, packed_wave_ns=0, occupancy=0.8, cluster_ns=1200, cluster_rate=30,
+        combine_ns=1500, combine_rate=1500, read_efficiency=1,
     )  # fmt: skip
-    bindings.push_rows((*rows, kernel_table.KernelRow("decode", 90, 64, 64, ("full",), 64, 64, 4, 1000)), (), gate)
+    bindings.push_rows(
+        (*rows, kernel_table.KernelRow("decode", 90, 64, 64, ("full",), 64, 64, 4, 1000)), (), cost_model
+    )
 
 
 @pytest.mark.usefixtures("own_table")
@@ -87,8 +89,9 @@ def test_causal_and_long_query_calls_are_not_split():
 def test_more_than_64_rows_are_packed_if_faster():
     """A block of 64 rows costs 1 us, a block of 128 rows 1.5 us, packed or not; packing costs 3 us more."""
     fwd, narrow = (kernel_table.KernelRow(kind, 90, 64, 64, ("full",), 64, 64, 4, 1000) for kind in ("fwd", "decode"))
-    gate = replace(dispatch_table.GATE, rows=64, wide_rows=256, wide_ns=3000, read_share=1)
-    bindings.push_rows((fwd, narrow, replace(narrow, tile_m=128, cost=1500)), (), gate)
+    more_rows = {"max_packed_rows": 256, "packed_wave_ns": 3000}
+    cost_model = replace(dispatch_table.COST_MODEL, max_decode_rows=64, read_efficiency=1, **more_rows)
+    bindings.push_rows((fwd, narrow, replace(narrow, tile_m=128, cost=1500)), (), cost_model)
     calls = {
         "decode, 64 rows": (((1, 32, 8), (16, 1024)), "decode_sm90_bf16_d64_full_m64n64s4"),
         "8 tiles of 128 rows, split": (((1, 32, 8), (17, 1024)), "decode_sm90_bf16_d64_full_m128n64s4"),
@@ -114,6 +117,26 @@ def test_exact_head_dim_has_priority_over_shorter_key_blocks():
     for D, rows, keys, B in itertools.product((64, 128, 256), (1, 16, 20, 64, 65, 128), (1, 100, 1000, 16384), (1, 64)):
         plan = plan_of_forced_call(new_case("own", (B, 2 * rows, 2), (1, keys), (D, D)), MAX_SPLITS)
         assert plan["kernel"].startswith(("decode", "fwd")) and f"_d{D}_" in plan["kernel"], plan
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("heads, rows", [((2, 2, 1), (1, 64)), ((1 << 20, 4096, 2048), (1, 64))], ids=["few", "many"])
+def test_decode_kernel_with_the_longest_steps_runs_for_any_number_of_tiles(heads, rows):
+    """Enough tiles for every SM: the decode kernel with the longest steps runs, wherever its row is in the table."""
+    short = kernel_table.KernelRow("decode", 90, 64, 64, ("full",), 64, 64, 4, 1000)
+    sizes = new_case("steps", heads, rows, (64, 64)).sizes()
+    kernels = set()
+    for table in itertools.permutations((short, replace(short, tile_n=128))):
+        bindings.push_rows(table, (), dispatch_table.COST_MODEL)
+        kernels.add(bindings.plan(sizes, DEVICES["h100"], FA3)["kernel"])
+    assert kernels == {f"decode_sm90_bf16_d64_full_m64n{64 if heads[0] == 2 else 128}s4"}
+
+
+def test_gate_counts_a_tile_for_each_kv_head() -> None:
+    """All packed rows of a KV head fit into one tile."""
+    sizes = new_case("gate", (2, 32, 8), (16, 640), (64, 64), "causal").sizes()
+    gate = bindings.plan(sizes, DEVICES["h100"])["gate"]
+    assert gate == "Sq*G = 16*4 = 64 <= 64: tiles = B*Hkv = 2*8 = 16 < 0.800*132 SMs -> stock"
 
 
 @pytest.mark.parametrize(

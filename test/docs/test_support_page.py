@@ -58,7 +58,8 @@ CLAIMS: dict[str, Iterator[tuple[str, str]]] = {
         (served(call((2, 4, 4), (8192, 8192), (60, 60)), mode=FA2), "fa2"),
     ),
     "| misaligned addresses with one row or key | ends the CUDA context |": (
-        (served(call((2, 4, 4), sizes, (64, 64), align_q=2, odd_base_q=1)), "fa2") for sizes in ((1, 8192), (4096, 1))
+        (served(call((2, 4, 4), sizes, (64, 64), align_q=2, unaligned_base_q=1)), "fa2")
+        for sizes in ((1, 8192), (4096, 1))
     ),
     "| `fa3` | bool masks of any strides, gradients too |": (
         (served(long_call(d, mask=1, grad=grad)), "fa3") for d in MULTIPLES_OF_8 for grad in (0, 1)
@@ -143,5 +144,5 @@ def test_blackwell_is_stock_in_auto_and_fa2_by_opting_in(cc: int) -> None:
 
 
 def test_numbers_of_the_gate_equal_the_tables() -> None:
-    assert f"| up to {dispatch_table.GATE.rows} |" in PAGE
-    assert f"| {dispatch_table.GATE.rows + 1} to {dispatch_table.GATE.wide_rows} |" in PAGE
+    assert f"| up to {dispatch_table.COST_MODEL.max_decode_rows} |" in PAGE
+    assert f"| {dispatch_table.COST_MODEL.max_decode_rows + 1} to {dispatch_table.COST_MODEL.max_packed_rows} |" in PAGE

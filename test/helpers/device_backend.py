@@ -28,7 +28,7 @@ SERVE_ALL = tuple(
     for grad in (False, True)
     for mask in ("full", "causal", "mask", "bias", "bias32")
 )
-OPEN_GATE = dataclasses.replace(dispatch_table.GATE, occupancy=0.0)
+OPEN_GATE = dataclasses.replace(dispatch_table.COST_MODEL, occupancy=0.0)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class DeviceBackend:
     """Device backend of a test; counters start at zero."""
 
     device: str  # "cpu" (stub) or "cuda"
-    hook: str = "router"  # or "plan_b"
+    hook: str = "choice_hook"  # or "composite_hook"
     dtype: torch.dtype = torch.bfloat16
 
     def qkv(
@@ -58,9 +58,9 @@ class DeviceBackend:
 
     def enable(self) -> None:
         torch_flashplug.enable()
-        if self.device == "cpu" and self.hook == "router":
+        if self.device == "cpu" and self.hook == "choice_hook":
             assert bindings.install(bindings.CPU_SLOT) == 0, bindings.last_error()
-        elif self.hook == "plan_b":
+        elif self.hook == "composite_hook":
             bindings.uninstall(bindings.CUDA_SLOT)
             sdpa_composite.install(self.device.upper())
 
@@ -84,7 +84,7 @@ class DeviceBackend:
 
 
 @contextlib.contextmanager
-def use_device_backend(device: str, hook: str = "router") -> Iterator[DeviceBackend]:
+def use_device_backend(device: str, hook: str = "choice_hook") -> Iterator[DeviceBackend]:
     """Install the hook for `device`, and restore everything at the end."""
     bindings.push_rows(
         kernel_table.KERNEL_ROWS, SERVE_ALL, OPEN_GATE, stock_bugs.STOCK_BUGS, dispatch_table.VARLEN_ROWS

@@ -136,8 +136,8 @@ SHARED = (
 @contextlib.contextmanager
 def shared_heads_from(rows: int) -> Iterator[None]:
     """Share query heads if sharing saves a tile at least the given number of rows."""
-    gate = dataclasses.replace(dispatch_table.GATE, rows_spared=rows)
-    bindings.push_rows(kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, gate, stock_bugs.STOCK_BUGS)
+    cost_model = dataclasses.replace(dispatch_table.COST_MODEL, min_rows_saved=rows)
+    bindings.push_rows(kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, cost_model, stock_bugs.STOCK_BUGS)
     try:
         yield
     finally:

@@ -212,7 +212,18 @@ def test_missing_argument_is_named_in_the_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "function, more", [(sdpa_composite._sdpa, set()), (torch_flashplug.explain, {"device"})], ids=["plan_b", "explain"]
+    "arguments, results, fits", [(20, 20, True), (21, 1, False), (1, 21, False)], ids=["most", "arguments", "results"]
+)
+def test_schema_beyond_the_stack_of_a_call_does_not_compile(arguments: int, results: int, fits: bool) -> None:
+    lists = (", ".join(f"Tensor {name}{i}" for i in range(count)) for name, count in (("a", arguments), ("r", results)))
+    source = '#include "core/schemas.h"\nconstexpr flashplug::Schema op("aten::op({}) -> ({})");'
+    assert compile_cpp.compiles(source.format(*lists)) == fits
+
+
+@pytest.mark.parametrize(
+    "function, more",
+    [(sdpa_composite._sdpa, set()), (torch_flashplug.explain, {"device"})],
+    ids=["composite_hook", "explain"],
 )
 def test_parameter_names_equal_names_of_torch(function: Callable, more: set[str]) -> None:
     """Compare parameter names with F.sdpa and with the choice of stock, because both functions are asked by name."""

@@ -141,7 +141,7 @@ def test_plans_never_use_the_efficient_backward_after_dropout() -> None:
     Without dropout, the efficient attention of stock may compute the gradients.
     """
     forwards = tuple(row for row in kernel_table.KERNEL_ROWS if row.kind == "fwd")
-    bindings.push_rows(forwards, (), dispatch_table.GATE)
+    bindings.push_rows(forwards, (), dispatch_table.COST_MODEL)
     try:
         for p, follower in ((0.0, "The efficient backward of stock"), (P, "The math backward of stock")):
             call = call_facts((1, 4, 4), (256, 256), (64, 64), grad=1, dropout_p=p)

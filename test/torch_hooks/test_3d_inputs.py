@@ -123,11 +123,11 @@ def test_three_dims_run_stock_if_torch_adds_no_batch_dim(name: str, adds_batch_d
     assert all("must have 4 dims" in why for why in plan.reasons.values())
 
 
-def test_three_dims_run_stock_under_plan_b(
+def test_three_dims_run_stock_under_the_composite_hook(
     adds_batch_dim: Callable[[bool], None],
 ) -> None:
     adds_batch_dim(True)
-    with use_device_backend("cpu", "plan_b") as device_backend:
+    with use_device_backend("cpu", "composite_hook") as device_backend:
         plan = assert_explain_agrees(device_backend, *make_operands())
 
     assert plan.backend == "stock" and "must have 4 dims" in plan.reasons["fa3"]

@@ -36,11 +36,11 @@ sdpa = F.scaled_dot_product_attention
 
 # One call for each row of stock_bugs.STOCK_BUGS, with and without the triggering fact.
 CALLS_WITH_BUG = {
-    "odd_base_one_row": (call((1, 32, 8), (1, 100), (16, 16)), {"odd_base_k": 1, "align_k": 2}),
-    "odd_base_one_key": (call((5, 21, 3), (70, 1), (128, 128)), {"odd_base_q": 1, "align_q": 8}),
+    "unaligned_base_one_row": (call((1, 32, 8), (1, 100), (16, 16)), {"unaligned_base_k": 1, "align_k": 2}),
+    "unaligned_base_one_key": (call((5, 21, 3), (70, 1), (128, 128)), {"unaligned_base_q": 1, "align_q": 8}),
     "broadcast_query": (call((2, 3, 3), (64, 64), (80, 64)), {"broadcast_q": 1}),
-    "stride_of_one_row": (call((2, 4, 4), (1, 64), (96, 96)), {"odd_ones_q": 1}),
-    "stride_of_one_key": (call((2, 4, 4), (64, 1), (96, 96), grad=1), {"odd_ones_v": 1}),
+    "stride_of_one_row": (call((2, 4, 4), (1, 64), (96, 96)), {"unaligned_unit_dim_q": 1}),
+    "stride_of_one_key": (call((2, 4, 4), (64, 1), (96, 96), grad=1), {"unaligned_unit_dim_v": 1}),
     "zero_scale": (call((4, 8, 8), (4096, 4096), (64, 64), causal=1), {"scale": bindings.SCALE_IDS["zero"]}),
     "negative_scale": (call((4, 8, 8), (4096, 4096), (64, 64), grad=1), {"scale": bindings.SCALE_IDS["negative"]}),
     "mask": (call((4, 8, 8), (200, 200), (64, 64), grad=1), {"mask": 1}),
@@ -67,7 +67,7 @@ def test_auto_serves_calls_that_fail_in_stock(name: str) -> None:
 
 def test_noncontiguous_rows_are_no_stock_bug() -> None:
     """Stock uses math for such rows, and math is right."""
-    plain, fault = CALLS_WITH_BUG["odd_base_one_row"]
+    plain, fault = CALLS_WITH_BUG["unaligned_base_one_row"]
     assert not bindings.plan(plain | fault | {"last_stride_v": 64}, DEVICES["h100"])["stock_bug"]
 
 
@@ -86,7 +86,12 @@ def test_every_stock_bug_row_is_tested() -> None:
 
 
 FAULTS = {
-    "one_row_odd_base": lambda: (misaligned((1, 32, 1, 16)), misaligned((1, 8, 1, 16)), misaligned((1, 8, 1, 16)), {}),
+    "one_row_unaligned_base": lambda: (
+        misaligned((1, 32, 1, 16)),
+        misaligned((1, 8, 1, 16)),
+        misaligned((1, 8, 1, 16)),
+        {},
+    ),
     "one_row_128": lambda: (misaligned((5, 21, 1, 128)), misaligned((5, 3, 1, 128)), misaligned((5, 3, 1, 128), 3), {}),
     "one_row_few_keys": lambda: (random_bf16(1, 4, 1, 128), random_bf16(1, 1, 3, 128), misaligned((1, 1, 3, 128)), {}),
     "one_key": lambda: (misaligned((2, 4, 70, 64), 7), misaligned((2, 4, 1, 64)), random_bf16(2, 4, 1, 64), {}),

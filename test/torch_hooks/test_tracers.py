@@ -259,12 +259,12 @@ def test_traced_backward_of_an_eager_forward(hooked_backend: DeviceBackend, mask
         torch.testing.assert_close(actual, expected, atol=6e-2, rtol=6e-2)
 
 
-# ---- known limits of Plan B ----
+# ---- known limits of the composite hook ----
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-def test_plan_b_leaves_vmap_to_stock(device: str) -> None:
-    with use_device_backend(device, "plan_b") as device_backend:
+def test_composite_hook_leaves_vmap_to_stock(device: str) -> None:
+    with use_device_backend(device, "composite_hook") as device_backend:
         inputs = stack_three(device_backend.qkv())
         actual = torch.vmap(causal)(*inputs)
         assert device_backend.pop_path_counts().get("ours_fwd", 0) == 0

@@ -170,7 +170,7 @@ def test_explain_varlen_reports_unsupported_arguments(rule: Callable[[str], None
 
 def test_varlen_rows_use_known_kernels_and_facts() -> None:
     assert dispatch_table.VARLEN_KERNELS == bindings.names("varlen kernels")
-    assert dispatch_table.VARLEN_FACTS == bindings.names("varlen fact bits")
+    assert dispatch_table.VARLEN_FACTS == bindings.names("varlen facts")
     for row in dispatch_table.VARLEN_ROWS:
         assert row.stock in dispatch_table.VARLEN_KERNELS and set(row.facts) <= set(dispatch_table.VARLEN_FACTS)
         assert bool(row.wrong) != bool(row.ratio) and row.measured

@@ -1,4 +1,4 @@
-"""Tuning of the decode gate: the constants with which the dispatcher selects the number of KV splits.
+"""Tuning of the cost model: the constants with which the dispatcher selects the number of KV splits.
 
 The tool times decode calls with many numbers of splits. The dispatcher selects the number of splits by a rule with
 constants (src/dispatch/split_heuristic.cpp). The tool finds the constants with the least loss against the best number
@@ -21,7 +21,7 @@ from pathlib import Path
 from torch_flashplug import sdpa_backend
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table
-from torch_flashplug.registry.dispatch_table import Gate
+from torch_flashplug.registry.dispatch_table import CostModel
 from torch_flashplug.registry.kernel_spec import MAX_CLUSTER_SIZE
 from torch_flashplug.registry.kernel_table import KernelRow
 from torch_flashplug.testing import Case
@@ -30,7 +30,7 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 MOST_CTAS = 2  # largest number of CTAs per SM
 WEIGHT = 1.5  # exponent of losses: a large loss counts more than several small losses of equal sum
 STEPS = (0.5, 0.7, 0.85, 1.2, 1.4, 2.0)  # multiples at which each constant is tried
-# The constants to fit. `read_share` is not fitted: a kernel that only reads K and V reached this value.
+# The constants to fit. `read_efficiency` is not fitted: a kernel that only reads K and V reached this value.
 CONSTANTS = ("cluster_ns", "cluster_rate", "combine_ns", "combine_rate")
 Splits = tuple[int, bool]  # number of splits, and whether the splits form a cluster
 Times = dict[str, dict[str, dict[Splits, float]]]  # case name -> K and V cold or warm -> splits -> microseconds
@@ -68,9 +68,8 @@ def measure(facts: dict[str, int], rounds: int) -> dict[str, dict[str, dict[str,
             runs = {}
             for limit, num_splits in itertools.product((MAX_CLUSTER_SIZE, 1), SPLITS):
                 # With these constants the dispatcher selects a cluster if a cluster is possible.
-                bindings.push_rows(
-                    kernel_table.KERNEL_ROWS, (), replace(packing(dispatch_table.GATE), cluster=limit, combine_ns=1e9)
-                )
+                cost_model = replace(packing(dispatch_table.COST_MODEL), max_cluster=limit, combine_ns=1e9)
+                bindings.push_rows(kernel_table.KERNEL_ROWS, (), cost_model)
                 splits, tiles = planned(case, facts, num_splits)
                 is_large = splits[0] * tiles > MOST_CTAS * facts["sm_count"]
                 if splits[0] != num_splits or written(splits) in runs or is_large:
@@ -91,14 +90,14 @@ def read(text: str) -> Splits:
     return int(text.rstrip("c")), text.endswith("c")
 
 
-def packing(gate: Gate) -> Gate:
-    """Return a gate that packs query rows if packing is possible, even if packing should be slower."""
-    return replace(gate, rows=gate.wide_rows)
+def packing(cost_model: CostModel) -> CostModel:
+    """Return a cost model that packs query rows if packing is possible, even if packing should be slower."""
+    return replace(cost_model, max_decode_rows=cost_model.max_packed_rows)
 
 
-def chosen(case: Case, rows: tuple[KernelRow, ...], gate: Gate, facts: dict[str, int]) -> Splits:
-    """Return the splits that the dispatcher selects with the given kernel rows and gate."""
-    bindings.push_rows(rows, (), packing(gate))
+def chosen(case: Case, rows: tuple[KernelRow, ...], cost_model: CostModel, facts: dict[str, int]) -> Splits:
+    """Return the splits that the dispatcher selects with the given kernel rows and cost model."""
+    bindings.push_rows(rows, (), packing(cost_model))
     return planned(case, facts)[0]
 
 
@@ -110,11 +109,13 @@ def nearest(us_by_splits: dict[Splits, float], splits: Splits) -> Splits:
     return min(us_by_splits, key=lambda n: (n[1] != splits[1], abs(math.log(n[0] / splits[0]))))
 
 
-def loss(cases: list[Case], times: Times, rows: tuple[KernelRow, ...], gate: Gate, facts: dict[str, int]) -> float:
+def loss(
+    cases: list[Case], times: Times, rows: tuple[KernelRow, ...], cost_model: CostModel, facts: dict[str, int]
+) -> float:
     """Return the mean of log(time / best time) ** WEIGHT."""
     losses = []
     for case in cases:
-        splits = chosen(case, rows, gate, facts)
+        splits = chosen(case, rows, cost_model, facts)
         for us_by_splits in times[case.name].values():
             losses.append(math.log(us_by_splits[nearest(us_by_splits, splits)] / min(us_by_splits.values())) ** WEIGHT)
     return statistics.fmean(losses)
@@ -131,33 +132,35 @@ def times_of(document: dict) -> Times:
     }
 
 
-def losses(cases: list[Case], measured: list, rows: tuple[KernelRow, ...], gate: Gate) -> float:
+def losses(cases: list[Case], measured: list, rows: tuple[KernelRow, ...], cost_model: CostModel) -> float:
     """Return the mean loss over all machines, with equal weights."""
-    return statistics.fmean(loss(cases, times, rows, gate, facts) for facts, times in measured)
+    return statistics.fmean(loss(cases, times, rows, cost_model, facts) for facts, times in measured)
 
 
-def fit(cases: list[Case], measured: list) -> tuple[tuple[KernelRow, ...], Gate, float]:
-    """Return the kernel rows and the gate with the least loss, and the loss.
+def fit(cases: list[Case], measured: list) -> tuple[tuple[KernelRow, ...], CostModel, float]:
+    """Return the kernel rows and the cost model with the least loss, and the loss.
 
-    The search starts from the current rows and gate. One constant or row is changed at a time, until no change reduces
-    the loss.
+    The search starts from the current rows and cost model. One constant or row is changed at a time, until no change
+    reduces the loss.
 
     Args:
         cases: the timed cases.
         measured: pairs of device facts and times, one pair for each machine.
     """
-    rows, gate = kernel_table.KERNEL_ROWS, dispatch_table.GATE
+    rows, cost_model = kernel_table.KERNEL_ROWS, dispatch_table.COST_MODEL
     decodes = [i for i, row in enumerate(rows) if row.kind == "decode"]
-    best, gained = losses(cases, measured, rows, gate), True
+    best, gained = losses(cases, measured, rows, cost_model), True
     while gained:
         gained = False
-        tries = [(rows, replace(gate, **{name: getattr(gate, name) * x})) for name in CONSTANTS for x in STEPS]
-        tries += [(with_cost(rows, i, round(rows[i].cost * x)), gate) for i in decodes for x in STEPS]
-        for other_rows, other_gate in tries:
-            value = losses(cases, measured, other_rows, other_gate)
+        tries = [
+            (rows, replace(cost_model, **{name: getattr(cost_model, name) * x})) for name in CONSTANTS for x in STEPS
+        ]
+        tries += [(with_cost(rows, i, round(rows[i].cost * x)), cost_model) for i in decodes for x in STEPS]
+        for other_rows, other_model in tries:
+            value = losses(cases, measured, other_rows, other_model)
             if value < best - 1e-5:
-                rows, gate, best, gained = other_rows, other_gate, value, True
-    return rows, gate, best
+                rows, cost_model, best, gained = other_rows, other_model, value, True
+    return rows, cost_model, best
 
 
 def tune_gate(times_from: list[Path], out: Path, rounds: int) -> None:
@@ -173,17 +176,17 @@ def tune_gate(times_from: list[Path], out: Path, rounds: int) -> None:
     documents = [json.loads(path.read_text()) for path in times_from]
     measured = [(document["facts"], times_of(document)) for document in documents]
     cases = [case for case in workloads.gate() if all(case.name in times for _, times in measured)]
-    print(f"current constants: {losses(cases, measured, kernel_table.KERNEL_ROWS, dispatch_table.GATE):.5f}")
-    rows, gate, least = fit(cases, measured)
-    print(f"fitted: {least:.5f}\n{gate}")
+    print(f"current constants: {losses(cases, measured, kernel_table.KERNEL_ROWS, dispatch_table.COST_MODEL):.5f}")
+    rows, cost_model, least = fit(cases, measured)
+    print(f"fitted: {least:.5f}\n{cost_model}")
     for row in rows:
         if row.kind == "decode":
             print(row)
     for case, (facts, times) in itertools.product(cases, measured):
-        splits = chosen(case, rows, gate, facts)
+        splits = chosen(case, rows, cost_model, facts)
         for state, us_by_splits in times[case.name].items():
             best, nearest_splits = min(us_by_splits, key=us_by_splits.__getitem__), nearest(us_by_splits, splits)
             if us_by_splits[nearest_splits] > 1.03 * us_by_splits[best]:
                 slow, fast = (f"{written(n)} ({us_by_splits[n]:.1f} us)" for n in (nearest_splits, best))
                 print(f"  {case.name} {state}, {facts['memory_rate']} B/ns: {written(splits)} as {slow}, best {fast}")
-    bindings.push_rows(kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, dispatch_table.GATE)
+    bindings.push_rows(kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, dispatch_table.COST_MODEL)

@@ -1,9 +1,9 @@
-"""Tuning of tile sizes for a family of head dims, and of the decode gate.
+"""Tuning of tile sizes for a family of head dims, and of the cost model of decode calls.
 
     python tools/tune/tune.py compile --dims 192x128 --out DIR    a pack of candidates and tune.json (no GPU needed)
     python tools/tune/tune.py compile --dims 64x64=192x128,128x176 --mask full --out DIR    only these tiles
     python tools/tune/tune.py time --pack DIR --out results       on the GPU: check of results, then rounds
-    python tools/tune/tune.py gate --out results                  constants of the decode gate, timed and fitted
+    python tools/tune/tune.py gate --out results                  constants of the cost model, timed and fitted
 
 Every legal tile size is compiled. Candidates with spilled registers are dropped. The remaining candidates are checked,
 and timed against stock. The tool prints replacement rows for torch_flashplug/registry/kernel_table.py.
@@ -247,7 +247,7 @@ def main() -> None:
     run.add_argument("--rest-ms", type=float, default=0.0, help="idle time before a sample (testing/timing.py)")
     run.add_argument("--budget-seconds", type=float, default=480.0, help="start no length after this time")
     run.add_argument("--out", type=Path, default=ROOT / "build" / "tune", help="folder of the JSON file")
-    gate = verbs.add_parser("gate", help="constants of the decode gate (tools/tune/split_heuristic.py)")
+    gate = verbs.add_parser("gate", help="constants of the cost model (tools/tune/split_heuristic.py)")
     gate.add_argument("--times", type=Path, nargs="*", help="JSON of earlier runs, to fit again without a GPU")
     gate.add_argument("--rounds", type=int, default=7)
     gate.add_argument("--out", type=Path, default=ROOT / "build" / "tune", help="folder of the JSON file")

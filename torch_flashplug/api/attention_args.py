@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from ..ops.attention import AttentionParams, Window
 from ..ops.quantized_kv import FORMATS, IN_WORDS, multiplied_in
-from ..registry.dispatch_table import GATE, HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_SPLITS, SPLIT_UNIT
+from ..registry.dispatch_table import COST_MODEL, HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_SPLITS, SPLIT_UNIT
 from ..torch_hooks import describe_call, tracing
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -246,7 +246,7 @@ def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def is_few(Hq: int, Sq: int, Hkv: int) -> bool:
     """Return True if the query rows of a KV head fit a tile of the decode kernels."""
-    return Hkv > 0 and Sq * (Hq // Hkv) <= GATE.rows
+    return Hkv > 0 and Sq * (Hq // Hkv) <= COST_MODEL.max_decode_rows
 
 
 def is_decode_call(query: Tensor, key: Tensor, value: Tensor) -> bool:

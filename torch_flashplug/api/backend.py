@@ -68,8 +68,8 @@ def enable(*, precision: str | None = None) -> None:
     """Route the F.scaled_dot_product_attention calls of the whole process through the dispatcher.
 
     `import torch_flashplug` calls this function already; `disable()` reverses the effect. If torch's choice function
-    cannot be hooked, a Python implementation of F.sdpa is used instead (Plan B). Bugs of stock attention are repaired
-    for the calls served by stock, unless TORCH_FLASHPLUG_REPAIR=0. Graphs compiled earlier do not change.
+    cannot be hooked, a Python implementation of F.sdpa is used instead (the composite hook). Bugs of stock attention
+    are repaired for the calls served by stock, unless TORCH_FLASHPLUG_REPAIR=0. Graphs compiled earlier do not change.
 
     Args:
         precision: the precision permitted in products of all calls of the process outside of `sdpa_backend` blocks
@@ -180,7 +180,7 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
                 "'auto' or 'fa3' for 8 bits."
             )
         if precision is not None and not field:
-            field = bindings.WHOLE_PRECISION
+            field = bindings.INPUT_PRECISION
         self.backend, self.num_splits, self.precision = backend, num_splits, precision
         self.mode = BACKENDS.index(backend) | num_splits << SPLITS_SHIFT | field << bindings.PRECISION_SHIFT
 
@@ -406,7 +406,7 @@ class _SdpaCall:
         can_ask = self.device is None and query.is_cuda and torch.backends.cuda.is_built()
         if not can_ask or describe_call.decides_itself(query, key, value):
             return _StockChoice()
-        choice_args = describe_call.as_hook_gets(self.query, self.key, self.value, self.attn_mask)
+        choice_args = describe_call.as_choice_hook_gets(self.query, self.key, self.value, self.attn_mask)
         # Stock's choice can abort the process for empty tensors.
         if describe_call.has_no_elements(query, key, value):
             is_math = describe_call.is_asked(self.mode) and describe_call.math_takes_empty(attn_mask, self.is_causal)
@@ -477,9 +477,9 @@ class _SdpaCall:
 def _as_hook_gets(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return query, key, value and mask with the dims that the dispatcher receives.
 
-    Plan B receives the caller's tensors, because Plan B runs before torch adds a batch dim to 3-D operands.
+    The composite hook receives the caller's tensors: it runs before torch adds a batch dim to 3-D operands.
     """
-    return tensors if sdpa_composite.installed() else describe_call.as_hook_gets(*tensors)
+    return tensors if sdpa_composite.installed() else describe_call.as_choice_hook_gets(*tensors)
 
 
 def _ignored(mode: int, reasons: dict[str, str], query: Tensor) -> dict[str, str]:
@@ -544,8 +544,8 @@ def _explain_cached(
             # The first reason can be the 8-bit dtypes themselves, which say nothing new.
             reasons[backend] = kernel_plan["reasons"].get(backend, "").rpartition("Also: ")[2]
         reason = reasons[KERNEL_BACKENDS[-1]]
-        if query.shape[1] // max(key.shape[1], 1) * query.shape[2] > dispatch_table.GATE.rows:
-            reason = f"The call has more than {dispatch_table.GATE.rows} query rows for each KV head."
+        if query.shape[1] // max(key.shape[1], 1) * query.shape[2] > dispatch_table.COST_MODEL.max_decode_rows:
+            reason = f"The call has more than {dispatch_table.COST_MODEL.max_decode_rows} query rows for each KV head."
     dequantized = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in (key, value)]
     plan = explain(query, *dequantized, attn_mask, dropout_p, is_causal, **settings, device=device)
     return replace(plan, why_not_8bit=sentences("Key and value are converted to 16 bits first", reason))

@@ -72,7 +72,8 @@ def _why_stock(
     """Return why stock serves the call before any kernel is considered; empty if kernels are considered."""
     backend_setting, dims = bindings.backend_of(mode), (query.shape[-1], value.shape[-1])
     is_grouped = query.shape[1] != key.shape[1]
-    max_decode_rows, padded_dims = dispatch_table.GATE.rows, [-(-dim // HEAD_DIM_STEP) * HEAD_DIM_STEP for dim in dims]
+    max_decode_rows = dispatch_table.COST_MODEL.max_decode_rows
+    padded_dims = [-(-dim // HEAD_DIM_STEP) * HEAD_DIM_STEP for dim in dims]
     if not bindings.enabled():
         return "the plugin is disabled; call torch_flashplug.enable()"
     if backend_setting in {"math", "stock"}:
@@ -88,6 +89,6 @@ def _why_stock(
     if query.shape[1] // max(key.shape[1], 1) * query.shape[2] <= max_decode_rows:
         rows = f"at most {max_decode_rows} query rows for each KV head"
         return f"stock, which splits keys, serves lower-right masks with {rows}"
-    if backend_setting == "auto" and facts["cc"] != dispatch_table.GATE.measured_cc:
+    if backend_setting == "auto" and facts["cc"] != dispatch_table.COST_MODEL.measured_cc:
         return "auto selects only measured kernels, and measurements are from GPUs of compute capability 9.0"
     return ""

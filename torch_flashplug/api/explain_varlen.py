@@ -24,7 +24,7 @@ from .explain_attention import explain_attention
 
 _SETTINGS = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits", "return_aux", "out")
 _UNIT = 16  # bytes of cuDNN's loads
-_WINDOWS = {(-1, -1): 0, (-1, 0): 1}  # VarlenWindow of src/dispatch/varlen_decision.h; all other windows: 2
+_WINDOWS = {(-1, -1): "none", (-1, 0): "causal"}  # all other windows: "other"
 _STOCK = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -89,10 +89,10 @@ def explain_varlen(
     facts = _facts((query, key, value), cu_seq_k, max_q, settings) | {"backend": backend}
     cc = DEVICES[device]["cc"] if device is not None else bindings.device_facts(query.device.index or 0)["cc"]
     mode = bindings.effective_mode()
-    verdict = varlen_decision.decide_varlen(facts, cc, mode)
-    stock = _STOCK[verdict["stock"]].name
-    if verdict["exit"] not in {"served", "forced"}:
-        return replace(_stocks(call, verdict["said"]), error=verdict["error"], stock_choice=stock)
+    decision = varlen_decision.decide_varlen(facts, cc, mode)
+    stock = _STOCK[decision["stock"]].name
+    if decision["reason"] not in {"served", "forced"}:
+        return replace(_stocks(call, decision["text"]), error=decision["error"], stock_choice=stock)
     attention_args = {"scale": settings.get("scale"), "window": tuple(settings["window_size"])}
     attention_args |= {"seqused_k": settings.get("seqused_k"), "num_splits": settings.get("num_splits")}
     attention_args |= {"cu_seqlens_q": cu_seq_q, "cu_seqlens_k": cu_seq_k}
@@ -105,8 +105,8 @@ def explain_varlen(
         return replace(_stocks(call, str(refused)), error=str(refused) if forced else "", stock_choice=stock)
     if not plan.kernel and not forced:
         return replace(_stocks(call, plan.error), reasons=plan.reasons, stock_choice=stock)
-    wrong = verdict["stock_bug"] and f"{verdict['stock_bug']} ({verdict['row']})"
-    row = "" if wrong else verdict["row"]
+    wrong = decision["stock_bug"] and f"{decision['stock_bug']} ({decision['row']})"
+    row = "" if wrong else decision["row"]
     return replace(plan, call=call, row=row, stock_bug=wrong, stock_choice=stock)
 
 
@@ -145,7 +145,7 @@ def _facts(
     return {
         "rule": bindings.names("varlen rules").index(rule),
         "allowed": rule != "argument" or describe_call.kernels_allowed(),
-        "into": settings.get("out") is not None,
+        "writes_out": settings.get("out") is not None,
         "enable_gqa": bool(settings.get("enable_gqa", False)),
         "max_q": max_q,
         "heads_q": query.shape[-2],
@@ -153,7 +153,7 @@ def _facts(
         "D": query.shape[-1],
         "Dv": value.shape[-1],
         "dtype": _number_of(query.dtype),
-        "window": _WINDOWS.get(tuple(settings["window_size"]), 2),
+        "window": bindings.names("varlen windows").index(_WINDOWS.get(tuple(settings["window_size"]), "other")),
         "splits": -1 if settings.get("num_splits") is None else settings["num_splits"],
         "paged": settings.get("block_table") is not None,
         "has_cu_seqlens_k": cu_seq_k is not None,

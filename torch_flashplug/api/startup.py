@@ -93,7 +93,11 @@ def push_tables(kernels: Sequence[kernel_table.KernelRow] | None = None) -> None
     kernels = kernel_table.KERNEL_ROWS if kernels is None else kernels
     _pushed.kernels = kernels
     bindings.push_rows(
-        kernels, dispatch_table.CHOICE_ROWS, dispatch_table.GATE, stock_bugs.STOCK_BUGS, dispatch_table.VARLEN_ROWS
+        kernels,
+        dispatch_table.CHOICE_ROWS,
+        dispatch_table.COST_MODEL,
+        stock_bugs.STOCK_BUGS,
+        dispatch_table.VARLEN_ROWS,
     )
 
 

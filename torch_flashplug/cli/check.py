@@ -75,7 +75,7 @@ def hook() -> CheckResult:
     if not facts["enabled"]:
         why = facts["why"] or "torch_flashplug.disable() was called"
         return CheckResult(FAIL, "hook", f"off: {why}", f"unset {env.ENABLED.name}, or call torch_flashplug.enable()")
-    if facts["installed"] or facts["plan_b"]:
+    if facts["installed"] or facts["composite_hook"]:
         text = f"in place, mode {facts['mode']}"
         if owners := env_info.kept_by_others():
             text += f"; other libraries serve {', '.join(owners)}"

@@ -116,17 +116,17 @@ def hook() -> dict[str, object]:
         return {"installed": False, "enabled": False, "why": f"{env.ENABLED.name}={env.ENABLED.get()}"}
     from ..torch_hooks import sdpa_composite
 
-    stub, plan_b = bindings.installed(bindings.CUDA_SLOT), sdpa_composite.installed()
+    stub, composite = bindings.installed(bindings.CUDA_SLOT), sdpa_composite.installed()
     why = (
         ""
-        if stub or plan_b
+        if stub or composite
         else "a CPU build of torch: there are no CUDA calls to dispatch"
         if torch.version.cuda is None
         else bindings.last_error()
     )
     return {
         "installed": stub,
-        "plan_b": plan_b,
+        "composite_hook": composite,
         "enabled": bindings.enabled(),
         "mode": bindings.backend_of(bindings.effective_mode()),
         "why": why,

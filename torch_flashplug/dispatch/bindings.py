@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 CPU_SLOT, CUDA_SLOT = 0, 1  # pointers of torch's choice stub; the CPU stub backend of tests uses the pointer for CPU
 # Precision of a mode word (Mode in src/core/core.h): the shift of the bits, and the values besides the number of a
 # recipe.
-PRECISION_SHIFT, PRECISION_OF_PROCESS, WHOLE_PRECISION, PRECISION_OF_THREAD = 16, 0, 0xFF, 0xFE
-SCALE_IDS = {"positive": 0, "zero": 1, "negative": 2, "not finite": 3}  # same numbers as Scale in src/core/call_facts.h
+PRECISION_SHIFT, PRECISION_OF_PROCESS, INPUT_PRECISION, PRECISION_AT_RUN = 16, 0, 0xFF, 0xFE
+SCALE_IDS = {"positive": 0, "zero": 1, "negative": 2, "not finite": 3}  # numbers of Scale in src/core/call_facts.h
 _BACKEND_BITS, PREFERENCE = 0x7F, 0x80  # bits of a mode word (Mode in src/core/core.h)
 STOCK_BACKENDS = ("cudnn", "flash", "efficient")  # same order as StockBackend in src/stock/stock.h
 # Members of struct MaskFacts in src/operands/operands.h, in the same order.
 MASK_FLAGS = ("is_bool", "is_fp32", "has_query_dtype", "is_dense", "is_on_query_device")
-FACTS_FIELDS = ("cc", "sm_count", "smem_bytes", "l2_bytes", "memory_rate")
-NO_DEVICE = dict.fromkeys(FACTS_FIELDS, 0)
+DEVICE_FACTS = ("cc", "sm_count", "smem_bytes", "l2_bytes", "memory_rate")
+NO_DEVICE = dict.fromkeys(DEVICE_FACTS, 0)
 # Counters, in the order of enum class Path.
 PATHS = (
     *("ours_fwd", "cudnn_fwd", "efficient_fwd", "math_fwd"),
@@ -58,7 +58,7 @@ def installed(slot: int = CUDA_SLOT) -> bool:
 
 
 def take_last_exit() -> str:
-    """Return the exit of the router for this thread's latest call, a name of names("exits"), and forget the exit.
+    """Return the exit of the choice hook for this thread's latest call, a name of names("exits"), and forget the exit.
 
     Return "" if no call came since the previous query.
     """
@@ -232,8 +232,8 @@ def set_cpu_stub(on: bool | int) -> None:
 def names(vocabulary: str) -> tuple[str, ...]:
     """Return a list of names in C++, in the order of numbers or bits.
 
-    The lists are backends, kinds, operands, call facts, number types, schemas of the ops with arguments on stacks,
-    exits of the router, reasons why a family's kernels do not take a call, and obstacles of shapes and of a mask.
+    kVocabulary in src/bindings.cpp has all lists: names of enumerators, of members that Python fills in by position, of
+    obstacles of shapes and of masks, and schemas of the ops with arguments on stacks.
     """
     cpp_names: list[str] = []
     while name := text(lambda out, size: lib().flashplug_name(vocabulary.encode(), len(cpp_names), out, size)):
@@ -261,14 +261,14 @@ def device_facts(index: int = 0) -> dict[str, int]:
 
     `memory_rate` is in bytes per ns. All values are zero if the device does not exist.
     """
-    out = ints([0] * len(FACTS_FIELDS))
+    out = ints([0] * len(DEVICE_FACTS))
     lib().flashplug_device_facts(index, out)
-    return dict(zip(FACTS_FIELDS, out, strict=True))
+    return dict(zip(DEVICE_FACTS, out, strict=True))
 
 
 def set_facts_override(facts: Mapping[str, int] | None) -> None:
     """Set the facts of every device for tests, or restore the real facts with None."""
-    lib().flashplug_set_facts_override(ints([facts[name] for name in FACTS_FIELDS]) if facts is not None else None)
+    lib().flashplug_set_facts_override(ints([facts[name] for name in DEVICE_FACTS]) if facts is not None else None)
 
 
 # ---- table ----
@@ -286,7 +286,7 @@ def _push(add: Callable[[ctypes.Structure, int], int], row: ctypes.Structure) ->
 def push_rows(
     kernel_rows: Sequence[kernel_table.KernelRow],
     choice_rows: Sequence[dispatch_table.ChoiceRow],
-    gate: dispatch_table.Gate,
+    cost_model: dispatch_table.CostModel,
     stock_bug_rows: Sequence[stock_bugs.StockBug] = (),
     varlen_rows: Sequence[dispatch_table.VarlenRow] = (),
 ) -> None:
@@ -301,7 +301,7 @@ def push_rows(
         "stock_bug": map(table_structs.of_stock_bug, stock_bug_rows),
         "choice": map(table_structs.of_choice, choice_rows),
         "varlen": map(table_structs.of_varlen, varlen_rows),
-        "gate": (table_structs.of_gate(gate),),
+        "cost_model": (table_structs.of_cost_model(cost_model),),
         "layout": (table_structs.of_layout(),),
     }
     for name, table in tables.items():
@@ -452,7 +452,7 @@ def _call_arguments(problem: Mapping[str, float], facts: Mapping[str, int] | Non
             "Give KV heads that divide the query heads."
         )
     device = facts if facts is not None else NO_DEVICE
-    return _facts(problem), ints([device[name] for name in FACTS_FIELDS]), mode_word
+    return _facts(problem), ints([device[name] for name in DEVICE_FACTS]), mode_word
 
 
 def plan_text(

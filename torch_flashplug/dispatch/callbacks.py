@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
+import enum
 from collections.abc import Callable, Sequence
 
 from ..codegen.kernel_request import CallConditions, KernelAnswer
@@ -16,13 +18,24 @@ _COMPILE_TYPE = ctypes.CFUNCTYPE(
     *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
     *(ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char), ctypes.c_int),
 )
-_KERNEL, _NONE, _NOT_YET = range(3)  # numbers of enum class Provided in src/launch/launch.h
-_CAPTURING, _REQUIRED, _TRAINING = 1, 2, 4  # bits of enum Circumstances in src/launch/launch.h
 _LOG_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
 _TRACE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.POINTER(ctypes.c_int64 * 12))
 _LEARN_TYPE = ctypes.CFUNCTYPE(None)
 _PREPARE_TYPE = ctypes.CFUNCTYPE(None)
 _WRAP_TYPE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)
+
+
+class CompileAnswer(enum.IntEnum):
+    """Answers of the callback for kernels outside the packs: CompileAnswer of src/launch/launch.h."""
+
+    KERNEL, NONE, NOT_YET = range(3)
+
+
+class TraceAnswer(enum.IntEnum):
+    """Answers of the callback for operands that Python dispatches: TraceAnswer of src/core/core.h."""
+
+    STOCK, SIZES_KNOWN, SIZES_AT_RUN_TIME, PER_DEVICE, RING_STEP = range(5)
+
 
 _keep: dict[str, object] = {}  # keeps the callbacks alive that C holds
 
@@ -48,7 +61,7 @@ def set_compile_callback(provide: Callable[[str, int, CallConditions], KernelAns
         why: ctypes._Pointer,
         why_bytes: int,
     ) -> int:
-        conditions = CallConditions(*(bool(bits & bit) for bit in (_CAPTURING, _REQUIRED, _TRAINING)))
+        conditions = CallConditions(*(bool(bits >> i & 1) for i in range(len(dataclasses.fields(CallConditions)))))
         try:
             answer = provide(name.decode(), cc, conditions)
         except BaseException as problem:
@@ -57,10 +70,10 @@ def set_compile_callback(provide: Callable[[str, int, CallConditions], KernelAns
             answer = KernelAnswer(reason=answer)
         if answer.has_kernel:
             function[0], handle[0] = answer.function or None, answer.handle or None
-            return _KERNEL
+            return CompileAnswer.KERNEL
         text = answer.reason.encode()[: why_bytes - 1] + b"\0"
         ctypes.memmove(why, text, len(text))
-        return _NOT_YET if answer.may_change else _NONE
+        return CompileAnswer.NOT_YET if answer.may_change else CompileAnswer.NONE
 
     _keep["compile"] = _COMPILE_TYPE(up_call)
     lib().flashplug_set_compile_callback(_keep["compile"])
@@ -80,7 +93,6 @@ def set_learn_callback(run_probe: Callable[[], None]) -> None:
     lib().flashplug_set_learn_callback(_keep["learn"])
 
 
-_FALLBACK, _SIZED, _SIZES_LATER, _PART, _STEP = range(5)  # numbers of enum class Traced in src/core/core.h
 Sizes = Sequence[Sequence[int | None]]
 
 
@@ -104,18 +116,19 @@ def set_trace_callback(
     wrap = _WRAP_TYPE(address)
 
     def up_call(q: int, k: int, v: int, mask: int | None, out: ctypes._Pointer) -> int:
-        tensors, answer = (wrap(q), wrap(k), wrap(v), None if mask is None else wrap(mask)), _SIZED
+        tensors = (wrap(q), wrap(k), wrap(v), None if mask is None else wrap(mask))
+        answer = TraceAnswer.SIZES_KNOWN
         try:
             sizes = sizes_of(*tensors)
             if sizes is None and (part := part_of(*tensors)) is not None:
-                sizes, answer = part[0], _STEP if part[1] else _PART
+                sizes, answer = part[0], TraceAnswer.RING_STEP if part[1] else TraceAnswer.PER_DEVICE
         except Exception:
-            return _FALLBACK
+            return TraceAnswer.STOCK
         if sizes is None:
-            return _FALLBACK
+            return TraceAnswer.STOCK
         flat = [size for operand in sizes for size in operand]
         if None in flat:
-            return _SIZES_LATER if answer == _SIZED else _FALLBACK
+            return TraceAnswer.SIZES_AT_RUN_TIME if answer == TraceAnswer.SIZES_KNOWN else TraceAnswer.STOCK
         out.contents[:] = flat
         return answer
 

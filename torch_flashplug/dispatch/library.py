@@ -65,7 +65,18 @@ def lib() -> ctypes.CDLL:
 _NUMBERS, _REALS, _STRING = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_double), ctypes.c_char_p
 _CALL = (_REALS, _NUMBERS, ctypes.c_int64)  # facts of the call, facts of the device, mode word
 _TEXT = (_STRING, ctypes.c_int)  # a buffer for a text, and the size of the buffer
-_ROW_KINDS = ("dtype", "family", "kernel", "choice", "stock_bug", "varlen", "feature", "argument", "gate", "layout")
+_ROW_KINDS = (
+    "dtype",
+    "family",
+    "kernel",
+    "choice",
+    "stock_bug",
+    "varlen",
+    "feature",
+    "argument",
+    "cost_model",
+    "layout",
+)
 # Types of the arguments of the C functions, for functions whose arguments ctypes cannot infer.
 _ARGUMENT_TYPES: dict[str, tuple[object, ...]] = {
     "hold_error": (ctypes.py_object,),

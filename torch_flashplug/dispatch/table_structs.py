@@ -16,7 +16,7 @@ from ..registry.dispatch_table import (
     HEAD_DIM_STEP,
     MAX_HEAD_DIM,
     MAX_SPLITS,
-    OPERANDS,
+    OPERAND_CLASSES,
     SPLIT_UNIT,
     VARLEN_FACTS,
     VARLEN_KERNELS,
@@ -43,7 +43,7 @@ class DTypeRow(ctypes.Structure):
 
 
 class FamilyRow(ctypes.Structure):
-    _fields_ = (*_members(c_char_p, "backend gpus"), *_members(c_int32, "arch later"))
+    _fields_ = (*_members(c_char_p, "backend gpus"), *_members(c_int32, "arch runs_on_later_gpus"))
 
 
 class KernelRow(ctypes.Structure):
@@ -54,7 +54,7 @@ class KernelRow(ctypes.Structure):
         ("dtype", c_int32 * 4),
         *_members(c_int32, "tile_m tile_n stages cost elementwise"),
         *_members(c_int32, "smem_bytes sector_bytes rows_sector_aligned group_rows max_cluster peers_at_once counters"),
-        *_members(c_int32, "workspace_block_rows shares_heads dkdv_alone at_once"),
+        *_members(c_int32, "workspace_block_rows shares_heads dkdv_alone ctas_per_sm"),
         *_members(c_double, "last_tile"),
     )
 
@@ -84,14 +84,14 @@ class FeatureRow(ctypes.Structure):
 
 
 class ArgumentRow(ctypes.Structure):
-    _fields_ = (*_members(c_char_p, "name"), *_members(c_int64, "features"), *_members(c_int32, "kind rank type"))
+    _fields_ = (*_members(c_char_p, "name"), *_members(c_int64, "features"), *_members(c_int32, "kind rank dtype"))
 
 
-class GateRow(ctypes.Structure):
+class CostModelRow(ctypes.Structure):
     _fields_ = (
-        *_members(c_int64, "measured_cc rows wide_rows rows_spared cluster"),
-        *_members(c_double, "wide_ns occupancy cluster_ns cluster_rate combine_ns combine_rate read_share shared_ns"),
-        *_members(c_double, "unknown_rate"),
+        *_members(c_int64, "measured_cc max_decode_rows max_packed_rows min_rows_saved max_cluster"),
+        *_members(c_double, "packed_wave_ns occupancy cluster_ns cluster_rate combine_ns combine_rate read_efficiency"),
+        *_members(c_double, "min_gain_of_sharing_ns unknown_rate"),
         ("cluster_share", c_double * (MAX_CLUSTER_SIZE + 1)),
     )
 
@@ -156,7 +156,7 @@ def of_choice(row: dispatch_table.ChoiceRow) -> ChoiceRow:
         elements=sum(1 << _element(name) for name in row.elements),
         kind=KINDS.index(row.kind),
         family=_family(row.arch),
-        operands=sum(1 << OPERANDS.index(operand) for operand in operands),
+        operands=sum(1 << OPERAND_CLASSES.index(operand) for operand in operands),
     )
 
 
@@ -192,8 +192,8 @@ def of_arguments() -> Iterator[ArgumentRow]:
             yield ArgumentRow(argument.name.encode(), bringing, KINDS.index(kind), argument.rank, dtype)
 
 
-def of_gate(gate: dispatch_table.Gate) -> GateRow:
-    return _same(GateRow, gate, cluster_share=(c_double * (MAX_CLUSTER_SIZE + 1))(*gate.cluster_share))
+def of_cost_model(cost_model: dispatch_table.CostModel) -> CostModelRow:
+    return _same(CostModelRow, cost_model, cluster_share=(c_double * (MAX_CLUSTER_SIZE + 1))(*cost_model.cluster_share))
 
 
 def of_layout() -> LayoutRow:

@@ -32,19 +32,19 @@ def decide_varlen(facts: Mapping[str, int], cc: int, mode_word: int) -> dict[str
     """Return the decision about a varlen_attn call.
 
     Args:
-        facts: the facts of the call, with exactly the names in bindings.names("varlen facts").
+        facts: the facts of the call, with exactly the names in bindings.names("varlen call members").
         cc: the compute capability of the GPU; 90 is 9.0.
         mode_word: the mode word of `sdpa_backend`.
 
     Returns:
-        "exit": one of bindings.names("varlen exits"). "stock": the kernel for stock torch. "said": the reason in words.
-        "row": the deciding measurement. "stock_bug": the deciding bug of stock. "error": the error raised by the
+        "reason": one of bindings.names("varlen reasons"). "stock": the kernel for stock torch. "text": the reason in
+        words. "row": the deciding measurement. "stock_bug": the deciding bug of stock. "error": the error raised by the
         call. The last three entries are empty where not applicable.
 
     Raises:
         TypeError: a fact is missing or unknown.
     """
-    names = bindings.names("varlen facts")
+    names = bindings.names("varlen call members")
     if differing := set(names) ^ set(facts):
         raise TypeError(f"decide_varlen: facts must be {', '.join(names)}, but {', '.join(sorted(differing))} differ.")
     values = ints([int(facts[name]) for name in names])

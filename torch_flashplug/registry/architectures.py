@@ -14,7 +14,7 @@ class Family:
 
     backend: str
     arch: int  # 90: compute capability 9.0
-    later: bool  # later GPUs run the kernels, too; else only GPUs of `arch`
+    runs_on_later_gpus: bool  # later GPUs run the kernels, too; else only GPUs of `arch`
     gpus: str  # GPUs able to run the kernels, as text for a reason of explain()
     has_tma: bool = False  # TMA loads the operands in boxes of rows
     supports_clusters: bool = False  # CTAs of a cluster add up results in each other's shared memory
@@ -23,21 +23,21 @@ class Family:
     has_wgmma: bool = False
 
     def runs_on(self, cc: int) -> bool:
-        return cc >= self.arch if self.later else cc == self.arch
+        return cc >= self.arch if self.runs_on_later_gpus else cc == self.arch
 
 
 FAMILIES = (  # in the order in which auto mode tries the families
     Family(
         "fa3",
         90,
-        later=False,
+        runs_on_later_gpus=False,
         gpus="exactly 9.0 (H100, H200)",
         has_tma=True,
         supports_clusters=True,
         shares_heads=True,
         has_wgmma=True,
     ),
-    Family("fa2", 80, later=True, gpus="8.0 or more"),
+    Family("fa2", 80, runs_on_later_gpus=True, gpus="8.0 or more"),
 )
 BY_ARCH = {family.arch: family for family in FAMILIES}
 KERNEL_BACKENDS = tuple(family.backend for family in FAMILIES)

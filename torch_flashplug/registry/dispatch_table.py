@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from .kernel_spec import MAX_CLUSTER_SIZE
 
 # Classes of operands. Kernels with vector loads distinguish D == Dv ("square") and D != Dv ("mixed"). Element-wise
-# kernels distinguish the property that rules out vector loads: head dims that are no multiple of 8 ("odddims"),
-# addresses or strides that are no multiple of 16 bytes ("unaligned"), and a strided last dim ("columns"). "vectors" in
+# kernels distinguish the property that rules out vector loads: head dims that are no multiple of 8 ("odd_dims"),
+# addresses or strides that are no multiple of 16 bytes ("unaligned"), and a strided last dim ("strided"). "vectors" in
 # a row stands for the first two classes.
-OPERANDS = ("square", "mixed", "odddims", "unaligned", "columns")
+OPERAND_CLASSES = ("square", "mixed", "odd_dims", "unaligned", "strided")
 _OPERANDS_DESCRIPTION = {
-    **{"vectors": "", "square": "D = Dv", "mixed": "D != Dv", "odddims": "D or Dv no multiple of 8"},
-    **{"unaligned": "misaligned", "columns": "last dim not contiguous"},
+    **{"vectors": "", "square": "D = Dv", "mixed": "D != Dv", "odd_dims": "D or Dv no multiple of 8"},
+    **{"unaligned": "misaligned", "strided": "last dim not contiguous"},
 }
 # Rows with gradients count tiles in units of so many keys: the tiles of the backward. The number differs from that of
 # the forward if few query rows meet many keys.
@@ -27,24 +27,26 @@ SERVE_RATIO = 0.97  # auto mode serves a class of calls only if stock time / ker
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
-    """Constants of the decode gate and of the estimates for decode calls (src/dispatch/split_heuristic.cpp)."""
+class CostModel:
+    """Constants of estimated times of kernels, and limits of decode calls (src/dispatch/split_heuristic.cpp)."""
 
-    rows: int  # a call with at most so many packed query rows, Sq * (Hq / Hkv), is a decode; the rows of a tile
-    wide_rows: int  # largest number of packed rows with a decode kernel, if estimated to be faster than the forward
-    wide_ns: float  # extra ns of a decode kernel for every wave of CTAs (prologue and epilogue), over the forward
+    # A call with at most so many packed query rows, Sq * (Hq / Hkv), is a decode call. A tile has as many rows.
+    max_decode_rows: int
+    max_packed_rows: int  # largest number of packed rows for a decode kernel that is estimated to beat the forward
+    packed_wave_ns: float  # extra ns of a decode kernel for each wave of CTAs (prologue and epilogue), over the forward
     occupancy: float  # share of the SMs that tiles must fill if keys cannot be split (is_causal: few are visible)
     cluster_ns: float  # ns of splitting in a cluster: the wait of the CTAs for each other
     cluster_rate: float  # bytes per ns at which a warpgroup adds up results of the other CTAs of the cluster
     combine_ns: float  # ns of splitting without a cluster: the launch of a second kernel
     combine_rate: float  # bytes per ns of partial results, written to memory and read back
-    read_share: float  # reached share of the memory rate when reading K and V
+    read_efficiency: float  # reached share of the memory rate when reading K and V
     # Smallest number of query rows, one after the other, that tiles must save by sharing the query heads of a KV head
     # in a backward. The results of such tiles must be added up. Estimated: steps of 64 rows take 1.2 to 2.2 us, two
     # sums take 6 us.
-    rows_spared: int = 512
-    shared_ns: float = 1700  # ns that CTAs must save by sharing SMs; more splits wait longer if most keys are hidden
-    cluster: int = MAX_CLUSTER_SIZE  # largest number of CTAs of a cluster
+    min_rows_saved: int = 512
+    # ns that CTAs must save by sharing SMs. More splits wait longer if most keys are masked out.
+    min_gain_of_sharing_ns: float = 1700
+    max_cluster: int = MAX_CLUSTER_SIZE  # largest number of CTAs of a cluster
     # Share of the SMs that clusters of so many CTAs may fill; 0: no limit. The GPU places clusters of more than two
     # CTAs next to each other on some SMs, while other SMs idle. Clusters of three keep three quarters of the SMs evenly
     # busy, larger clusters keep half.
@@ -68,7 +70,7 @@ class ChoiceRow:
     """
 
     kind: str  # kind of the kernel: "fwd", "decode" or "partbwd"
-    operands: str  # one of OPERANDS, or "vectors"
+    operands: str  # one of OPERAND_CLASSES, or "vectors"
     arch: int
     grad: bool
     mask: str  # exact features of the calls: the tag of a set of features.py
@@ -149,11 +151,11 @@ def _range(name: str, low: int, high: int) -> str:
 
 # Fitted 2026-11-22 on H100 and H200, together with `cost` of the decode kernels' rows, to 1443 times of 101 calls on
 # each machine (tools/tune/tune.py gate: numbers of splits, in a cluster or not, K and V from memory and from L2).
-# `wide_ns` is fitted to 108 calls, with packed rows and without. The constants are meaningful only together, because
-# reading and computing overlap.
-GATE = Gate(
-    rows=64, wide_rows=256, wide_ns=5500, occupancy=0.8, cluster_ns=50, cluster_rate=8.7, combine_ns=590,
-    combine_rate=10000, read_share=0.876,
+# `packed_wave_ns` is fitted to 108 calls, with packed rows and without. The constants are meaningful only together,
+# because reading and computing overlap.
+COST_MODEL = CostModel(
+    max_decode_rows=64, max_packed_rows=256, packed_wave_ns=5500, occupancy=0.8, cluster_ns=50, cluster_rate=8.7,
+    combine_ns=590, combine_rate=10000, read_efficiency=0.876,
 )  # fmt: skip
 _BIASES = "2026-11-24 H100, torch 2.11 + cuDNN 9.19, bench --suite masks"
 _BIASES_AGAIN = "2026-11-28 H100, torch 2.11 + cuDNN 9.19, bench --suite masks"
@@ -225,34 +227,34 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     # Element-wise kernels for every GPU, for calls that the Hopper kernels cannot read (396 cells, square). The served
     # classes are short calls, which stock copies first, and all calls with a strided last dim, which stock runs as
     # math.
-    ChoiceRow("fwd", "columns", 80, False, "full", 1, 64, 1, ANY, 1, ANY, 0, 3.40, _ODD),
-    ChoiceRow("fwd", "columns", 80, False, "causal", 1, 64, 1, ANY, 1, ANY, 0, 4.31, _ODD),
-    ChoiceRow("fwd", "columns", 80, False, "full", 65, 128, 1, ANY, 1, ANY, 0, 2.23, _ODD),
-    ChoiceRow("fwd", "columns", 80, False, "causal", 65, 128, 1, ANY, 1, ANY, 0, 2.70, _ODD),
-    ChoiceRow("fwd", "columns", 80, False, "full", 129, 256, 1, ANY, 1, ANY, 0, 1.66, _ODD),
-    ChoiceRow("fwd", "columns", 80, False, "causal", 129, 256, 1, ANY, 1, ANY, 0, 1.96, _ODD),
-    ChoiceRow("fwd", "columns", 80, True, "full", 1, 64, 1, ANY, 1, ANY, 0, 2.77, _ODD),
-    ChoiceRow("fwd", "columns", 80, True, "causal", 1, 64, 1, ANY, 1, ANY, 0, 3.97, _ODD),
-    ChoiceRow("fwd", "columns", 80, True, "full", 65, 128, 1, ANY, 1, ANY, 0, 2.14, _ODD),
-    ChoiceRow("fwd", "columns", 80, True, "causal", 65, 128, 1, ANY, 1, ANY, 0, 3.16, _ODD),
-    ChoiceRow("fwd", "columns", 80, True, "full", 129, 256, 1, ANY, 1, ANY, 0, 1.57, _ODD),
-    ChoiceRow("fwd", "columns", 80, True, "causal", 129, 256, 1, ANY, 1, ANY, 0, 2.02, _ODD),
-    ChoiceRow("fwd", "odddims", 80, False, "full", 1, 64, 1, 256, 1, 256, 0, 1.16, _ODD),
-    ChoiceRow("fwd", "odddims", 80, False, "full", 1, 64, 1, 1024, 1, 1024, 129, 0.34, _ODD),
-    ChoiceRow("fwd", "odddims", 80, False, "full", 1, 64, 1, 1024, 1, 1024, 0, 1.36, _ODD),
-    ChoiceRow("fwd", "odddims", 80, False, "causal", 1, 64, 1, 256, 1, 256, 0, 1.57, _ODD),
-    ChoiceRow("fwd", "odddims", 80, False, "causal", 1, 64, 1, 1024, 1, 1024, 513, 0.69, _ODD),
-    ChoiceRow("fwd", "odddims", 80, False, "causal", 1, 64, 1, 1024, 1, 1024, 0, 1.08, _ODD),
-    ChoiceRow("fwd", "odddims", 80, False, "full", 65, 128, 1, 64, 1, 64, 0, 3.96, _ODD),
-    ChoiceRow("fwd", "odddims", 80, False, "full", 65, 128, 1, 256, 1, 256, 129, 0.73, _ODD),
-    ChoiceRow("fwd", "odddims", 80, False, "full", 65, 128, 1, 256, 1, 256, 0, 2.80, _ODD),
-    ChoiceRow("fwd", "odddims", 80, False, "causal", 65, 128, 1, 256, 1, 256, 0, 1.32, _ODD),
-    ChoiceRow("fwd", "odddims", 80, False, "full", 129, 256, 1, 64, 1, 64, 0, 1.58, _ODD),
-    ChoiceRow("fwd", "odddims", 80, False, "full", 129, 256, 1, 256, 1, 256, 129, 0.63, _ODD),
-    ChoiceRow("fwd", "odddims", 80, False, "full", 129, 256, 1, 256, 1, 256, 0, 1.07, _ODD),
-    ChoiceRow("fwd", "odddims", 80, False, "causal", 129, 256, 1, 64, 1, 64, 0, 1.57, _ODD),
-    ChoiceRow("fwd", "odddims", 80, False, "causal", 129, 256, 1, 256, 1, 256, 129, 0.95, _ODD),
-    ChoiceRow("fwd", "odddims", 80, False, "causal", 129, 256, 1, 256, 1, 256, 0, 1.20, _ODD),
+    ChoiceRow("fwd", "strided", 80, False, "full", 1, 64, 1, ANY, 1, ANY, 0, 3.40, _ODD),
+    ChoiceRow("fwd", "strided", 80, False, "causal", 1, 64, 1, ANY, 1, ANY, 0, 4.31, _ODD),
+    ChoiceRow("fwd", "strided", 80, False, "full", 65, 128, 1, ANY, 1, ANY, 0, 2.23, _ODD),
+    ChoiceRow("fwd", "strided", 80, False, "causal", 65, 128, 1, ANY, 1, ANY, 0, 2.70, _ODD),
+    ChoiceRow("fwd", "strided", 80, False, "full", 129, 256, 1, ANY, 1, ANY, 0, 1.66, _ODD),
+    ChoiceRow("fwd", "strided", 80, False, "causal", 129, 256, 1, ANY, 1, ANY, 0, 1.96, _ODD),
+    ChoiceRow("fwd", "strided", 80, True, "full", 1, 64, 1, ANY, 1, ANY, 0, 2.77, _ODD),
+    ChoiceRow("fwd", "strided", 80, True, "causal", 1, 64, 1, ANY, 1, ANY, 0, 3.97, _ODD),
+    ChoiceRow("fwd", "strided", 80, True, "full", 65, 128, 1, ANY, 1, ANY, 0, 2.14, _ODD),
+    ChoiceRow("fwd", "strided", 80, True, "causal", 65, 128, 1, ANY, 1, ANY, 0, 3.16, _ODD),
+    ChoiceRow("fwd", "strided", 80, True, "full", 129, 256, 1, ANY, 1, ANY, 0, 1.57, _ODD),
+    ChoiceRow("fwd", "strided", 80, True, "causal", 129, 256, 1, ANY, 1, ANY, 0, 2.02, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, False, "full", 1, 64, 1, 256, 1, 256, 0, 1.16, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, False, "full", 1, 64, 1, 1024, 1, 1024, 129, 0.34, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, False, "full", 1, 64, 1, 1024, 1, 1024, 0, 1.36, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, False, "causal", 1, 64, 1, 256, 1, 256, 0, 1.57, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, False, "causal", 1, 64, 1, 1024, 1, 1024, 513, 0.69, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, False, "causal", 1, 64, 1, 1024, 1, 1024, 0, 1.08, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, False, "full", 65, 128, 1, 64, 1, 64, 0, 3.96, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, False, "full", 65, 128, 1, 256, 1, 256, 129, 0.73, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, False, "full", 65, 128, 1, 256, 1, 256, 0, 2.80, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, False, "causal", 65, 128, 1, 256, 1, 256, 0, 1.32, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, False, "full", 129, 256, 1, 64, 1, 64, 0, 1.58, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, False, "full", 129, 256, 1, 256, 1, 256, 129, 0.63, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, False, "full", 129, 256, 1, 256, 1, 256, 0, 1.07, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, False, "causal", 129, 256, 1, 64, 1, 64, 0, 1.57, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, False, "causal", 129, 256, 1, 256, 1, 256, 129, 0.95, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, False, "causal", 129, 256, 1, 256, 1, 256, 0, 1.20, _ODD),
     ChoiceRow("fwd", "unaligned", 80, False, "full", 1, 64, 1, 64, 1, 64, 0, 1.47, _ODD),
     ChoiceRow("fwd", "unaligned", 80, False, "full", 1, 64, 1, 256, 1, 256, 129, 0.22, _ODD),
     ChoiceRow("fwd", "unaligned", 80, False, "full", 1, 64, 1, 256, 1, 256, 0, 0.99, _ODD),
@@ -264,26 +266,26 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "unaligned", 80, False, "causal", 65, 128, 1, 64, 1, 64, 129, 0.92, _ODD),
     ChoiceRow("fwd", "unaligned", 80, False, "causal", 65, 128, 1, 64, 1, 64, 0, 1.42, _ODD),
     # Element-wise kernels for the forward and the backward of the same classes.
-    ChoiceRow("fwd", "odddims", 80, True, "full", 1, 64, 1, 256, 1, 256, 0, 2.72, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "full", 1, 64, 1, 1024, 1, 1024, 513, 0.51, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "full", 1, 64, 1, 1024, 1, 1024, 0, 1.60, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "causal", 1, 64, 1, 256, 1, 256, 0, 2.57, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "causal", 1, 64, 1, 1024, 1, 1024, 513, 0.72, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "causal", 1, 64, 1, 1024, 1, 1024, 0, 1.55, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "full", 65, 128, 1, 256, 1, 256, 0, 1.20, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "full", 65, 128, 1, 1024, 1, 1024, 513, 0.62, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 1.00, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "causal", 65, 128, 1, 256, 1, 256, 0, 1.60, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "causal", 65, 128, 1, 1024, 1, 1024, 513, 0.82, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "causal", 65, 128, 1, 1024, 1, 1024, 0, 1.06, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "full", 129, 256, 1, 64, 1, 64, 0, 1.19, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "full", 129, 256, 1, 1024, 1, 1024, 129, 0.44, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "full", 129, 256, 1, 256, 1, 256, 0, 1.84, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "full", 129, 256, 1, 1024, 1, 1024, 0, 1.29, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "causal", 129, 256, 1, 64, 1, 64, 0, 1.79, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "causal", 129, 256, 1, 1024, 1, 1024, 129, 0.53, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "causal", 129, 256, 1, 256, 1, 256, 0, 2.74, _ODD),
-    ChoiceRow("fwd", "odddims", 80, True, "causal", 129, 256, 1, 1024, 1, 1024, 0, 1.19, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "full", 1, 64, 1, 256, 1, 256, 0, 2.72, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "full", 1, 64, 1, 1024, 1, 1024, 513, 0.51, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "full", 1, 64, 1, 1024, 1, 1024, 0, 1.60, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "causal", 1, 64, 1, 256, 1, 256, 0, 2.57, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "causal", 1, 64, 1, 1024, 1, 1024, 513, 0.72, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "causal", 1, 64, 1, 1024, 1, 1024, 0, 1.55, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "full", 65, 128, 1, 256, 1, 256, 0, 1.20, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "full", 65, 128, 1, 1024, 1, 1024, 513, 0.62, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 1.00, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "causal", 65, 128, 1, 256, 1, 256, 0, 1.60, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "causal", 65, 128, 1, 1024, 1, 1024, 513, 0.82, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "causal", 65, 128, 1, 1024, 1, 1024, 0, 1.06, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "full", 129, 256, 1, 64, 1, 64, 0, 1.19, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "full", 129, 256, 1, 1024, 1, 1024, 129, 0.44, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "full", 129, 256, 1, 256, 1, 256, 0, 1.84, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "full", 129, 256, 1, 1024, 1, 1024, 0, 1.29, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "causal", 129, 256, 1, 64, 1, 64, 0, 1.79, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "causal", 129, 256, 1, 1024, 1, 1024, 129, 0.53, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "causal", 129, 256, 1, 256, 1, 256, 0, 2.74, _ODD),
+    ChoiceRow("fwd", "odd_dims", 80, True, "causal", 129, 256, 1, 1024, 1, 1024, 0, 1.19, _ODD),
     ChoiceRow("fwd", "unaligned", 80, True, "full", 1, 64, 1, 64, 1, 64, 0, 1.20, _ODD),
     ChoiceRow("fwd", "unaligned", 80, True, "full", 1, 64, 1, 1024, 1, 1024, 129, 0.31, _ODD),
     ChoiceRow("fwd", "unaligned", 80, True, "full", 1, 64, 1, 1024, 1, 1024, 0, 1.20, _ODD),

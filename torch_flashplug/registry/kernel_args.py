@@ -16,24 +16,28 @@ class Argument:
     name: str  # filled by a call (src/core/tables.h), or a fact of src/core/call_facts.h, filled automatically
     rank: int  # number of dims of a tensor; 0 for a number
     dtype: str  # a name of DTYPES: the operand with the same dtype, or a fixed dtype
-    is_scalar: bool  # passed by value
     is_optional: bool  # belongs to a feature (features.py); kernels without the feature get TVM-FFI's None
     description: str  # shape of a tensor, the provider, and the meaning
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES or self.is_scalar != (self.rank == 0):
-            raise ValueError(f"argument {self.name}: dtype {self.dtype!r}, rank {self.rank}; numbers have rank 0")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"argument {self.name}: dtype must be one of {', '.join(DTYPES)}, but got {self.dtype!r}")
+
+    @property
+    def is_scalar(self) -> bool:
+        """True if the argument is passed by value."""
+        return self.rank == 0
 
 
 DTYPES = ("query", "key", "value", "output", "fp32", "int32", "int64", "bool")
 
 
 def _tensor(name: str, rank: int, dtype: str, description: str, *, is_optional: bool = False) -> Argument:
-    return Argument(name, rank, dtype, is_scalar=False, is_optional=is_optional, description=description)
+    return Argument(name, rank, dtype, is_optional=is_optional, description=description)
 
 
 def _number(name: str, dtype: str, description: str, *, is_optional: bool = False) -> Argument:
-    return Argument(name, 0, dtype, is_scalar=True, is_optional=is_optional, description=description)
+    return Argument(name, 0, dtype, is_optional=is_optional, description=description)
 
 
 _OPERANDS = (

@@ -26,7 +26,7 @@ BIAS_DROPPED, BIAS32_DROPPED = ("bias+dropout",), ("bias32+dropout",)
 BIASES_DROPPED = BIAS_DROPPED + BIAS32_DROPPED
 DROPPED_16BIT_BIAS = DROPPED + MASK_DROPPED + BIAS_DROPPED
 DROPPED_ANY_BIAS = DROPPED_16BIT_BIAS + BIAS32_DROPPED
-WINDOW, RAGGED = ("window",), ("window+ragged",)
+WINDOW, VARLEN = ("window",), ("window+ragged",)
 SOFTCAP = ("window+softcap", "window+softcap+ragged")
 PAGED, PAGED_CACHED = ("window+paged", "window+softcap+paged"), ("window+cache8+paged",)
 WITHOUT_SPILLS = ("bf16_int8", "bf16_e5m2", "fp16_int8", "fp16_e5m2")  # e4m3 on sm_80 needs more registers
@@ -62,7 +62,7 @@ class KernelRow:
     elementwise: bool = False
     last_tile: float = 1.0  # cost of the shortest last tile of a head, relative to a full tile
     dkdv_alone: bool = True  # split backward: dK and dV alone take less time than the fused kernel
-    at_once: int = 1  # decode: number of CTAs per SM that reads fastest
+    ctas_per_sm: int = 1  # decode: number of CTAs per SM that reads fastest
     elements: tuple[str, ...] = ()  # names of dtypes.py; empty: all elements of such kernels
 
     def specs(self) -> list[KernelSpec]:
@@ -121,9 +121,9 @@ class KernelRow:
 #   time / (waves of tiles * (KV blocks + 1)). Some costs were not measured, but taken from neighboring rows: head dims
 #   (128, 64) and (64, 128), and tiles of 64 rows at head dims 160, (192, 128) and 192.
 # - `cost` of fwd of sm_80: measured 2026-11-22 in the same way; D 64 128x112 from the time at 512 keys.
-# - `cost` of decode: 2026-11-22, fitted together with GATE of dispatch_table.py. Tiles of 128 rows, (192, 128) and 192
-#   were fitted by whether packing pays off (bench --suite decode --filter wide_).
-# - `at_once`: measured 2026-11-24, H200, D 64 with a mask, 537 MB in 2, 3, 4 splits of 64 tiles: 152, 141, 130 us;
+# - `cost` of decode: 2026-11-22, fitted together with COST_MODEL of dispatch_table.py. Tiles of 128 rows, (192, 128)
+#   and 192 were fitted by whether packing pays off (bench --suite decode --filter wide_).
+# - `ctas_per_sm`: measured 2026-11-24, H200, D 64 with a mask, 537 MB in 2, 3, 4 splits of 64 tiles: 152, 141, 130 us;
 #   D 128: 242, 281, 250 us.
 # - `cost` of decode of sm_80: 2026-11-22, H100, time over blocks with K and V in L2, on the scale of the Hopper rows;
 #   256 from few calls. Two CTAs per SM hide more latency than a deeper pipeline of a single CTA. Of 22 tiles, the tiles
@@ -183,21 +183,21 @@ KERNEL_ROWS = (
     # Windows and packed sequences: 2026-11-26, H100, 16k tokens with windows from 128 keys to all keys, or with
     # sequences of 4 to 8k tokens. Tiles of 64 rows are for short sequences, with two CTAs per SM. D 32 and 96,
     # 2026-11-27: 1.00 to 1.20 x the speed of the tiles of D 64 and 128.
-    KernelRow("fwd", 90, 32, 32, RAGGED, 192, 128, 2, 1210),
-    KernelRow("fwd", 90, 32, 32, RAGGED, 64, 128, 2, 550),
-    KernelRow("fwd", 90, 64, 64, WINDOW + RAGGED, 192, 128, 2, 1430),
-    KernelRow("fwd", 90, 64, 64, WINDOW + RAGGED + SOFTCAP, 128, 128, 2, 1240),
-    KernelRow("fwd", 90, 64, 64, RAGGED, 64, 64, 2, 520),
-    KernelRow("fwd", 90, 96, 96, RAGGED, 192, 112, 2, 1640),
-    KernelRow("fwd", 90, 96, 96, RAGGED, 128, 128, 2, 1370),
-    KernelRow("fwd", 90, 96, 96, RAGGED, 64, 64, 2, 560),
-    KernelRow("fwd", 90, 128, 128, WINDOW + RAGGED + SOFTCAP, 128, 128, 2, 1550),
-    KernelRow("fwd", 90, 128, 128, RAGGED, 64, 64, 2, 620),
-    KernelRow("fwd", 90, 192, 128, WINDOW + RAGGED, 128, 112, 2, 1800),
-    KernelRow("fwd", 90, 192, 192, WINDOW + RAGGED, 128, 112, 2, 2000),
-    KernelRow("fwd", 90, 192, 192, RAGGED, 64, 96, 2, 1300),
-    KernelRow("fwd", 90, 256, 256, WINDOW + RAGGED + SOFTCAP, 128, 80, 2, 1900),
-    KernelRow("fwd", 90, 256, 256, RAGGED, 64, 80, 2, 1330),
+    KernelRow("fwd", 90, 32, 32, VARLEN, 192, 128, 2, 1210),
+    KernelRow("fwd", 90, 32, 32, VARLEN, 64, 128, 2, 550),
+    KernelRow("fwd", 90, 64, 64, WINDOW + VARLEN, 192, 128, 2, 1430),
+    KernelRow("fwd", 90, 64, 64, WINDOW + VARLEN + SOFTCAP, 128, 128, 2, 1240),
+    KernelRow("fwd", 90, 64, 64, VARLEN, 64, 64, 2, 520),
+    KernelRow("fwd", 90, 96, 96, VARLEN, 192, 112, 2, 1640),
+    KernelRow("fwd", 90, 96, 96, VARLEN, 128, 128, 2, 1370),
+    KernelRow("fwd", 90, 96, 96, VARLEN, 64, 64, 2, 560),
+    KernelRow("fwd", 90, 128, 128, WINDOW + VARLEN + SOFTCAP, 128, 128, 2, 1550),
+    KernelRow("fwd", 90, 128, 128, VARLEN, 64, 64, 2, 620),
+    KernelRow("fwd", 90, 192, 128, WINDOW + VARLEN, 128, 112, 2, 1800),
+    KernelRow("fwd", 90, 192, 192, WINDOW + VARLEN, 128, 112, 2, 2000),
+    KernelRow("fwd", 90, 192, 192, VARLEN, 64, 96, 2, 1300),
+    KernelRow("fwd", 90, 256, 256, WINDOW + VARLEN + SOFTCAP, 128, 80, 2, 1900),
+    KernelRow("fwd", 90, 256, 256, VARLEN, 64, 80, 2, 1330),
     # 8-bit precision: the fastest of two or three tiles each (docs/experiments/eight_bit.md).
     KernelRow("fwd", 90, 64, 64, QK8, 192, 128, 2),
     KernelRow("fwd", 90, 96, 96, QK8, 128, 128, 2),
@@ -219,27 +219,27 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 192, 192, MASK_BOTH_8BIT, 128, 128, 2),
     KernelRow("fwd", 90, 256, 256, MASK_QK8, 128, 64, 2),
     KernelRow("fwd", 90, 256, 256, MASK_BOTH_8BIT, 128, 128, 2),
-    KernelRow("bwd", 90, 64, 64, BOTH + WINDOW + RAGGED + SOFTCAP, 64, 128, 4),
+    KernelRow("bwd", 90, 64, 64, BOTH + WINDOW + VARLEN + SOFTCAP, 64, 128, 4),
     KernelRow("bwd", 90, 64, 64, MASK + BIASES + DROPPED_ANY_BIAS, 64, 128, 4),
-    KernelRow("bwd", 90, 128, 128, BOTH + WINDOW + RAGGED + SOFTCAP, 64, 128, 2),
+    KernelRow("bwd", 90, 128, 128, BOTH + WINDOW + VARLEN + SOFTCAP, 64, 128, 2),
     KernelRow("bwd", 90, 128, 128, MASK + BIAS + DROPPED, 64, 128, 2),
     KernelRow("detbwd", 90, 64, 64, BOTH + WINDOW + MASK + DROPPED, 64, 128, 4),
     KernelRow("detbwd", 90, 128, 128, BOTH + WINDOW + MASK + DROPPED, 64, 128, 2),
     KernelRow("decode", 90, 64, 64, FULL + BIASES, 64, 64, 4, 300),
-    KernelRow("decode", 90, 64, 64, MASK, 64, 64, 4, 300, at_once=2),
+    KernelRow("decode", 90, 64, 64, MASK, 64, 64, 4, 300, ctas_per_sm=2),
     KernelRow("decode", 90, 64, 64, FULL, 128, 128, 4, 400),
     KernelRow("decode", 90, 128, 128, FULL + MASK + BIASES, 64, 64, 3, 500),
     KernelRow("decode", 90, 128, 128, FULL, 128, 96, 4, 1250),
     KernelRow("decode", 90, 192, 128, FULL + MASK + BIASES, 64, 64, 4, 1500),
     KernelRow("decode", 90, 192, 192, FULL + MASK, 64, 64, 4, 1500),
     KernelRow("decode", 90, 256, 256, FULL + MASK + BIASES, 64, 64, 3, 1250),
-    KernelRow("partbwd", 90, 64, 64, BOTH + WINDOW + RAGGED + SOFTCAP, 64, 64, 4, dkdv_alone=False),
+    KernelRow("partbwd", 90, 64, 64, BOTH + WINDOW + VARLEN + SOFTCAP, 64, 64, 4, dkdv_alone=False),
     KernelRow("partbwd", 90, 64, 64, MASK + BIASES + DROPPED_ANY_BIAS, 64, 64, 4, dkdv_alone=False),
-    KernelRow("partbwd", 90, 128, 128, BOTH + WINDOW + RAGGED + SOFTCAP, 64, 64, 2),
+    KernelRow("partbwd", 90, 128, 128, BOTH + WINDOW + VARLEN + SOFTCAP, 64, 64, 2),
     KernelRow("partbwd", 90, 128, 128, MASK + BIASES + DROPPED_ANY_BIAS, 64, 64, 2),
-    KernelRow("partbwd", 90, 192, 128, BOTH + WINDOW + RAGGED, 64, 64, 2),
-    KernelRow("partbwd", 90, 192, 192, BOTH + WINDOW + RAGGED, 64, 64, 2),
-    KernelRow("partbwd", 90, 256, 256, BOTH + WINDOW + RAGGED + SOFTCAP, 64, 64, 2),
+    KernelRow("partbwd", 90, 192, 128, BOTH + WINDOW + VARLEN, 64, 64, 2),
+    KernelRow("partbwd", 90, 192, 192, BOTH + WINDOW + VARLEN, 64, 64, 2),
+    KernelRow("partbwd", 90, 256, 256, BOTH + WINDOW + VARLEN + SOFTCAP, 64, 64, 2),
     KernelRow("partbwd", 90, 256, 256, MASK + BIASES + DROPPED + MASK_DROPPED, 64, 64, 2),
     KernelRow("tilebwd", 90, 32, 32, BIASES, 64, 64, 2),
     KernelRow("tilebwd", 90, 64, 64, BIASES, 64, 64, 2),
@@ -267,22 +267,22 @@ KERNEL_ROWS = (
     KernelRow("decode", 80, 256, 256, CACHED, 16, 64, 2, 950),
     KernelRow("decode", 80, 256, 256, CACHED + MASK_CACHED, 64, 64, 2, 1800),
     # Paged KV caches.
-    KernelRow("decode", 80, 64, 64, PAGED, 16, 64, 3, 300, at_once=2),
-    KernelRow("decode", 80, 64, 64, PAGED + PAGED_CACHED, 64, 64, 3, 600, at_once=2),
-    KernelRow("decode", 80, 64, 64, PAGED_CACHED, 16, 128, 2, 820, at_once=2),
-    KernelRow("decode", 80, 128, 128, PAGED, 16, 128, 1, 900, at_once=2),
-    KernelRow("decode", 80, 128, 128, PAGED, 64, 64, 2, 850, at_once=2),
-    KernelRow("decode", 80, 128, 128, PAGED_CACHED, 16, 64, 3, 560, at_once=2),
-    KernelRow("decode", 80, 128, 128, PAGED_CACHED, 64, 64, 3, 1000, at_once=2, elements=WITHOUT_SPILLS),
-    KernelRow("decode", 80, 256, 256, PAGED, 16, 64, 1, 1500, at_once=2),
-    KernelRow("decode", 80, 256, 256, PAGED, 64, 64, 1, 1550, at_once=2),
-    KernelRow("decode", 80, 256, 256, PAGED_CACHED, 16, 64, 2, 1000, at_once=2, elements=WITHOUT_SPILLS),
+    KernelRow("decode", 80, 64, 64, PAGED, 16, 64, 3, 300, ctas_per_sm=2),
+    KernelRow("decode", 80, 64, 64, PAGED + PAGED_CACHED, 64, 64, 3, 600, ctas_per_sm=2),
+    KernelRow("decode", 80, 64, 64, PAGED_CACHED, 16, 128, 2, 820, ctas_per_sm=2),
+    KernelRow("decode", 80, 128, 128, PAGED, 16, 128, 1, 900, ctas_per_sm=2),
+    KernelRow("decode", 80, 128, 128, PAGED, 64, 64, 2, 850, ctas_per_sm=2),
+    KernelRow("decode", 80, 128, 128, PAGED_CACHED, 16, 64, 3, 560, ctas_per_sm=2),
+    KernelRow("decode", 80, 128, 128, PAGED_CACHED, 64, 64, 3, 1000, ctas_per_sm=2, elements=WITHOUT_SPILLS),
+    KernelRow("decode", 80, 256, 256, PAGED, 16, 64, 1, 1500, ctas_per_sm=2),
+    KernelRow("decode", 80, 256, 256, PAGED, 64, 64, 1, 1550, ctas_per_sm=2),
+    KernelRow("decode", 80, 256, 256, PAGED_CACHED, 16, 64, 2, 1000, ctas_per_sm=2, elements=WITHOUT_SPILLS),
     KernelRow("fwd", 80, 32, 32, BOTH, 64, 128, 1, 390),
     KernelRow("fwd", 80, 64, 64, BOTH, 128, 96, 1, 1268),
     KernelRow("fwd", 80, 64, 64, FULL, 128, 112, 1, 1475),
     KernelRow("fwd", 80, 64, 64, CAUSAL, 128, 64, 1, 889),
     KernelRow("fwd", 80, 64, 64, BOTH, 64, 96, 1, 690),
-    KernelRow("fwd", 80, 64, 64, WINDOW + RAGGED + SOFTCAP + MASK + BIAS32 + DROPPED + MASK_DROPPED, 64, 128, 1, 890),
+    KernelRow("fwd", 80, 64, 64, WINDOW + VARLEN + SOFTCAP + MASK + BIAS32 + DROPPED + MASK_DROPPED, 64, 128, 1, 890),
     KernelRow("fwd", 80, 64, 64, BIAS + BIAS_DROPPED, 64, 64, 1, 500),
     KernelRow("fwd", 80, 96, 96, BOTH, 128, 64, 1, 1192),
     KernelRow("fwd", 80, 96, 96, BOTH, 64, 64, 1, 696),
@@ -291,11 +291,11 @@ KERNEL_ROWS = (
     # keys, and for a softcap with packed sequences at 48 keys.
     KernelRow("fwd", 80, 128, 128, WINDOW + SOFTCAP[:1], 64, 48, 1, 700),
     KernelRow("fwd", 80, 128, 128, SOFTCAP[1:], 64, 32, 1, 550),
-    KernelRow("fwd", 80, 128, 128, BOTH + RAGGED + MASK + BIASES + DROPPED_16BIT_BIAS, 64, 64, 1, 841),
+    KernelRow("fwd", 80, 128, 128, BOTH + VARLEN + MASK + BIASES + DROPPED_16BIT_BIAS, 64, 64, 1, 841),
     KernelRow("fwd", 80, 192, 128, BOTH, 64, 64, 1, 990),
     KernelRow("fwd", 80, 192, 192, BOTH, 64, 64, 1, 1210),
     KernelRow(
-        "fwd", 80, 256, 256, BOTH + WINDOW + RAGGED + SOFTCAP + MASK + BIASES + DROPPED_16BIT_BIAS, 64, 64, 1, 1670
+        "fwd", 80, 256, 256, BOTH + WINDOW + VARLEN + SOFTCAP + MASK + BIASES + DROPPED_16BIT_BIAS, 64, 64, 1, 1670
     ),
     KernelRow("fwd", 80, 64, 64, BOTH, 64, 64, 1, elementwise=True),
     KernelRow("fwd", 80, 128, 128, BOTH, 64, 64, 1, elementwise=True),
@@ -359,7 +359,7 @@ def _needs_forced_backend(spec: KernelSpec) -> bool:
     mask, a bias or dropout.
     """
     few = spec.is_decode and (spec.features <= {"window", "softcap", "paged"} or changes_elements(spec.features))
-    return BY_ARCH[spec.arch].later and not spec.elementwise and not few
+    return BY_ARCH[spec.arch].runs_on_later_gpus and not spec.elementwise and not few
 
 
 def _has_bias(spec: KernelSpec) -> bool:

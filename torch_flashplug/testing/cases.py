@@ -110,7 +110,7 @@ def _expand0(shape, draw):
     return draw((1, 1, s, d)).expand(shape)
 
 
-def _odd_ones(shape, draw):
+def _unaligned_unit_dim(shape, draw):
     """Return a tensor with odd strides of size-1 dims; torch promises nothing about such strides."""
     values = draw(shape)
     strides = [stride if size > 1 else 3 for size, stride in zip(shape, values.stride(), strict=True)]
@@ -145,7 +145,7 @@ LAYOUTS = {
     "sbhd": _sbhd,
     "slice": _slice,
     "expand0": _expand0,
-    "odd_ones": _odd_ones,
+    "unaligned_unit_dim": _unaligned_unit_dim,
     "off_by_one": _off_by_one,
     "odd_rows": _odd_rows,
     "columns": _columns,
@@ -283,13 +283,15 @@ _LAID_OUT = (
     ("slice", (2, 3, 3), (200, 333)),
     ("expand0", (2, 3, 3), (200, 333)),
     ("packed_qkv", (2, 4, 2), (200, 200)),
-    ("odd_ones", (1, 1, 1), (200, 333)),
+    ("unaligned_unit_dim", (1, 1, 1), (200, 333)),
 )
 _LAYOUTS = tuple(
     new_case(f"layout_{layout}_d{d}" + ("_causal" if mask else ""), heads, seq, (d, d), *mask, layout=layout)
     for layout, heads, seq in _LAID_OUT
     for d in (40, 64, 128) for mask in ((), ("causal",))
-) + (new_case("layout_odd_ones_one_query", (1, 1, 1), (1, 1), (64, 64), layout="odd_ones"),)  # fmt: skip
+) + (
+    new_case("layout_unaligned_unit_dim_one_query", (1, 1, 1), (1, 1), (64, 64), layout="unaligned_unit_dim"),
+)  # fmt: skip
 
 # The smallest calls with kernels in the dispatch that no case above reaches: (B, H), (Sq, Sk), (D, Dv).
 _ROWS = tuple(

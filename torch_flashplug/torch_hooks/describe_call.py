@@ -1,7 +1,7 @@
 """Facts of an F.sdpa call read from Python tensors, for bindings.plan().
 
-explain() and Plan B use this module. For served calls, C++ reads the tensors. C++ also computes the facts of a call
-from the values collected here (src/core/call_facts.h).
+explain() and the composite hook use this module. For served calls, C++ reads the tensors. C++ also computes the facts
+of a call from the values collected here (src/core/call_facts.h).
 
 The functions mirror the first decisions of src/hooks/sdp_choice.cpp. Only the hints of symbolic sizes are read, so that
 no guard is added.
@@ -91,8 +91,8 @@ def _becomes_floats(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
     """Return whether F.sdpa converts a bool mask to floats before any backend, ours included, gets the mask.
 
     F.sdpa does so under functorch and under dispatch modes (`as_floats` of src/hooks/sdp_choice.cpp). C++ cannot answer
-    for explain() and for Plan B: C++ looks at the tensors and modes below all tracing, but this function runs above,
-    where functionalization still wraps the tensors and where the modes of the tracer are active.
+    for explain() and for the composite hook. C++ looks at the tensors and modes below all tracing. This function runs
+    above, where functionalization still wraps the tensors and where the modes of the tracer are active.
     """
     if mask.dtype != torch.bool:
         return False
@@ -115,7 +115,7 @@ def adds_batch_dim() -> bool:
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
 
 
-def as_hook_gets(
+def as_choice_hook_gets(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the tensors of an F.sdpa call in the form passed to torch's choice function."""
@@ -409,9 +409,8 @@ def corrected_choice(
     Returns:
         The corrected choice, a number of SDPBackend, and the bug of stock's choice in words; empty if there is no bug.
     """
-    corrected, fault = _CORRECTED_CHOICE.redispatch(
-        _AT_CUDA, query, key, value, attn_mask, dropout_p, is_causal, scale, choice
-    )
+    call_args = (query, key, value, attn_mask, dropout_p, is_causal, scale)
+    corrected, fault = _CORRECTED_CHOICE.redispatch(_AT_CUDA, *call_args, choice)
     return corrected, bindings.fault_said(fault)
 
 

@@ -114,7 +114,7 @@ def _graph_mode() -> int:
     if torch.is_grad_enabled():
         precision = 0
     elif precision == bindings.PRECISION_OF_PROCESS:
-        precision = bindings.PRECISION_OF_THREAD
+        precision = bindings.PRECISION_AT_RUN
     return word & ((1 << bindings.PRECISION_SHIFT) - 1) | precision << bindings.PRECISION_SHIFT
 
 
