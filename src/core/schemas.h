@@ -31,7 +31,7 @@ class Schema {
     text.substr(0, std::min(dot, end)).copy(name_, sizeof name_ - 1);
     if (dot < end) text.substr(dot + 1, end - dot - 1).copy(overload_, sizeof overload_ - 1);
     while (!argument(count_).empty()) ++count_;
-    const std::string_view results = text_.substr(text_.rfind(") -> "));
+    const std::string_view results = text.substr(text.rfind(") -> "));
     if (std::max<int64_t>(count_, std::ranges::count(results, ',') + 1) > kMaxStack) throw "kMaxStack is too small";
   }
   constexpr const char* text() const { return text_; }
