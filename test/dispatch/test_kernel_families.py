@@ -213,12 +213,12 @@ two_devices
 three_reasons
   a100
     stock
-      fa2: dropout_p must be above 0 and at most 1, but got 1.5. Pass a valid probability: on a GPU,
-        stock attention ends the process with an invalid one. Also: query has head dim 60, but the
-        kernels take multiples of 8. Pad the head dim. Also: value has head dim 264, but the kernels
-        take at most 256. Stock attention serves larger head dims.
+      fa2: dropout_p must be from 0 to 1, but got 1.5. Pass a valid probability: on a GPU, stock
+        attention ends the process with an invalid one. Also: query has head dim 60, but the kernels
+        take multiples of 8. Pad the head dim. Also: value has head dim 264, but the kernels take at
+        most 256. Stock attention serves larger head dims.
 torch_flashplug: backend 'fa2' is forced and cannot run this call (query [1, 8, 512, 60] key [1, 8, 512, 60] value [1, 8, 512, 264] bfloat16 with a bias with dropout):
-  - dropout_p must be above 0 and at most 1, but got 1.5. Pass a valid probability: on a GPU, stock attention ends the process with an invalid one.
+  - dropout_p must be from 0 to 1, but got 1.5. Pass a valid probability: on a GPU, stock attention ends the process with an invalid one.
   - query has head dim 60, but the kernels take multiples of 8. Pad the head dim.
   - value has head dim 264, but the kernels take at most 128. Stock attention serves larger head dims.
 Use sdpa_backend('auto') to let stock attention serve such calls.

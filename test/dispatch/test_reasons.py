@@ -83,7 +83,7 @@ def test_every_reason_has_a_call(reason: str) -> None:
     [
         ({"dropout": 1, "dropout_p": 0.1, "Sq": 100}, "the nearest entry needs Sq >= 128 (here 100)"),
         ({"dropout": 1, "dropout_p": 0.1, "Dv": 32}, "calls (compute capability 9.0, dropout as with grad, D != Dv)"),
-        ({"dropout": 1, "dropout_p": 1.5}, "dropout_p must be above 0 and at most 1, but got 1.5."),
+        ({"dropout": 1, "dropout_p": 1.5}, "dropout_p must be from 0 to 1, but got 1.5."),
         ({"bias32": 1, "dropout": 1, "dropout_p": 0.1, "D": 256}, "kernels with bias32 and dropout take at most 128"),
         ({"D": 264}, "kernels take at most 256"),
         ({"causal": 1, "D": 264}, "kernels take at most 256"),
@@ -98,7 +98,7 @@ def test_reasons_name_the_cause(facts: dict, text: str) -> None:
 @pytest.mark.parametrize("p, text", [(-1e-8, "-1e-08"), (1.1, "1.1"), (4 / 3, "1.3333333333333333"), (2.0, "2")])
 def test_reason_prints_the_exact_dropout_probability(p: float, text: str) -> None:
     reasons = bindings.plan(PLAIN | {"dropout": 1, "dropout_p": p}, DEVICES["h100"])["reasons"]
-    assert reasons["fa2"].startswith(f"dropout_p must be above 0 and at most 1, but got {text}. ")
+    assert reasons["fa2"].startswith(f"dropout_p must be from 0 to 1, but got {text}. ")
 
 
 def test_stock_bug_rows_apply_only_to_observed_features() -> None:

@@ -149,7 +149,7 @@ class _OpRecorder(TorchFunctionMode):
         elif op is namespace.attention_fwd:
             a = AttentionForwardArgs.from_op(*self.args)
             facts = _call_facts(a, a.key.shape[2])
-            plan = self._of_op(self.args, facts, 0, scale=a.scale, forced=True)  # keys are never split here
+            plan = self._of_op(self.args, facts, 0, scale=a.params.scale, forced=True)  # keys are never split here
         elif op is namespace.quantized_kv_fwd:
             plan = self._of_op(
                 self.args, {"cache8": 1, "mask": self.args[5] is not None}, 0, scale=self.args[7], mode=0
@@ -169,7 +169,7 @@ class _OpRecorder(TorchFunctionMode):
         keys = a.block_table.shape[1] * a.key.shape[2]
         facts = _call_facts(a.as_attention(), keys)
         facts |= {"paged": 1, "cache8": a.k_scale is not None, "Sk": keys}
-        plan = self._of_op(self.args, facts, a.params.num_splits, scale=a.scale)
+        plan = self._of_op(self.args, facts, a.params.num_splits, scale=a.params.scale)
         is_read_in_place = len(a.key) and (a.key.shape[2] % _ROWS_READ_TOGETHER == 0 or a.block_table.shape[1] == 1)
         if plan.kernel and is_read_in_place:
             return plan
