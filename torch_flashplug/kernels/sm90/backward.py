@@ -324,24 +324,16 @@ class BackwardSm90(KernelCall, kind="bwd"):
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES
         num_ctas = call.num_ctas if self.in_order else None
         l2_group_heads = kv_heads_per_l2_group(bound_iterator, group, B * shares, row_bytes, num_ctas)
-        layout = WorkspaceLayout.create(
-            B * shares if self.in_order else l2_group_heads, num_n_blocks, B * shares, group
-        )
+        heads_ahead = B * shares if self.in_order else l2_group_heads
+        layout = WorkspaceLayout.create(heads_ahead, num_n_blocks, B * shares, group)
         score_pipeline = self.features.score_pipeline(call)
         row_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
         self.preprocess(
             row_inputs, call.row_stats, call.dq_workspace, layout, score_pipeline.keep_scale, addressing, stream
         )
         self.launch_main_kernel(call, l2_group_heads, layout, stream)
-        self.postprocess(
-            call.dq_workspace,
-            call.row_stats,
-            call.dq,
-            score_pipeline.scaled(call.scales.natural),
-            layout,
-            addressing,
-            stream,
-        )
+        scale = score_pipeline.scaled(call.scales.natural)
+        self.postprocess(call.dq_workspace, call.row_stats, call.dq, scale, layout, addressing, stream)
 
     @cute.jit
     def launch_main_kernel(
