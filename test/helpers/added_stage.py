@@ -36,8 +36,8 @@ class KeyPositionStage(ScoreStage):
     applies_to_full_blocks = True
     may_mask = False
 
-    def at(self, place: ScoreCoord) -> ScoreStage:
-        return replace(self, coord=place)
+    def set_tile(self, coord: ScoreCoord) -> ScoreStage:
+        return replace(self, coord=coord)
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
@@ -52,8 +52,8 @@ def add_stage(kernel: object) -> None:
     base = type(kernel.features)
 
     class Features(base):
-        def chain(self, call: object) -> ScorePipeline:
-            return ScorePipeline((*super().chain(call).stages, KeyPositionStage()))
+        def score_pipeline(self, call: object) -> ScorePipeline:
+            return ScorePipeline((*super().score_pipeline(call).stages, KeyPositionStage()))
 
     kernel.features.__class__ = Features
 
