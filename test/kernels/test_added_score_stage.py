@@ -25,8 +25,17 @@ from torch_flashplug.testing import (
     new_case,
 )
 
+pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
+
 ROOT = Path(__file__).resolve().parents[2]
-SLOPE = 1 / 32  # as in added_stage.py
+sys.path.append(str(ROOT))
+
+import added_stage  # noqa: E402
+
+from torch_flashplug.kernels import builder  # noqa: E402
+from torch_flashplug.kernels.score_stages.pipeline import ScoreStage  # noqa: E402
+from torch_flashplug.registry.kernel_spec import KernelSpec  # noqa: E402
+
 KERNELS = ("fwd_sm90_bf16_d128_causal_m128n128s2", "fwd_sm80_bf16_d64_causal_m64n96s1")
 TENSOR_CORE_COUNTS = ("hgmma", "warpgroup")
 
@@ -34,7 +43,6 @@ TENSOR_CORE_COUNTS = ("hgmma", "warpgroup")
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> tuple[Path, dict[str, list[dict[str, int]]]]:
     """Compile the kernels with the stage in a separate process; see added_stage.py for the results."""
-    pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
     folder = tmp_path_factory.mktemp("added_stage")
     paths = os.pathsep.join(str(ROOT / name) for name in (".", "test/helpers"))
     environment = {**os.environ, "PYTHONPATH": paths, "CUTE_DSL_DUMP_DIR": str(folder), "CUTE_DSL_ARCH": "sm_90a"}
@@ -43,6 +51,19 @@ def compiled(tmp_path_factory) -> tuple[Path, dict[str, list[dict[str, int]]]]:
     assert process.returncode == 0, process.stdout + process.stderr
     pack, resources = json.loads(process.stdout.splitlines()[-1])
     return Path(pack), resources
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_added_stage_only_overrides_members(name):
+    """A member without a counterpart in the base class would never be called."""
+    kernel = builder(KernelSpec.from_name(name))
+    members = set(dir(kernel.features))
+
+    added_stage.add_stage(kernel)
+
+    assert set(dir(kernel.features)) == members
+    names = {name for name in dir(added_stage.KeyPositionStage) if not name.startswith("__")}
+    assert names - set(dir(ScoreStage)) == {"coord"}
 
 
 @pytest.mark.interpreted
@@ -56,7 +77,7 @@ def test_added_score_stage_matches_fp64_and_causes_no_spill(kernel, compiled):
     head_dim = 128 if "d128" in kernel else 64
     case = new_case("added_stage", (2, 2, 1), (300, 333), (head_dim, head_dim), "causal")
     inputs = make_inputs(case, "cpu", 7)
-    mask = Masking(int(case.causal), SLOPE * case.D**-0.5 * torch.arange(case.Sk, dtype=torch.float64))
+    mask = Masking(int(case.causal), added_stage.SLOPE * case.D**-0.5 * torch.arange(case.Sk, dtype=torch.float64))
     exact, low, fp32 = (
         attention_math(*inputs, mask=mask, dtype=dtype) for dtype in (torch.float64, case.torch_dtype, torch.float32)
     )

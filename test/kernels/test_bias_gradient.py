@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from forced_splits import plan_of_forced_call
 from fp64_gradients import check_gradients_of_case
+from masked_calls import HEADS, SEED, bias_dtype, copy_with_strides
 from torch import Tensor
 
 import torch_flashplug
@@ -39,9 +40,8 @@ from torch_flashplug.testing import (
 from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_bias_sums
 from torch_flashplug.testing.direct_launch import order_arguments
 
-SEED, CTAS, DROPOUT_P = 20261124, 3, 0.3
+CTAS, DROPOUT_P = 3, 0.3
 SPECS = {spec.name(): spec for spec in kernel_table.specs(90, "dbias")}
-HEADS = (2, 4, 2)  # B, Hq, Hkv
 # Dims of (B, Hq, Sq, Sk) in which a bias is not broadcast.
 SHAPES = {
     **{"whole": "bhqk", "over_batch": "hqk", "over_heads": "bqk", "over_both": "qk", "rows": "bhq", "keys": "bhk"},
@@ -202,18 +202,13 @@ BIASES: dict[str, Callable[[], Tensor]] = {
 }  # fmt: skip
 
 
-def with_equal_strides(bias: Tensor, device: str, dtype: torch.dtype) -> Tensor:
+def masked_copy(bias: Tensor, device: str, dtype: torch.dtype) -> Tensor:
     """Return the bias with equal strides and offset in a different dtype; some scores, and one row, are masked out."""
     bias = torch.empty(0, dtype=bias.dtype).set_(bias.untyped_storage()).as_strided(bias.shape, bias.stride(), 0)
     bias[torch.rand(bias.shape, generator=torch.Generator().manual_seed(SEED)) < 0.1] = -math.inf
     if bias.shape[-2] > 70:
         bias[..., 70, :] = -math.inf
-    memory = torch.empty(0, dtype=bias.dtype).set_(bias.untyped_storage()).to(device, dtype)
-    return memory.as_strided(bias.size(), bias.stride(), bias.storage_offset())
-
-
-def bias_dtype(case: Case, wide: bool) -> torch.dtype:
-    return torch.float32 if wide else case.torch_dtype
+    return copy_with_strides(bias, device, dtype)
 
 
 def check_gradients(
@@ -255,7 +250,7 @@ def check_gradients(
 @pytest.mark.parametrize("bias", BIASES)
 def test_gradient_of_each_bias_layout_through_sdpa(kernels_on: str, bias: str, wide: bool) -> None:
     case = new_case(f"{bias} {wide}", HEADS, (300, 333), (64, 64), dtype=ELEMENTS_16BIT[len(bias) % 2])
-    bias_tensor = with_equal_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide))
+    bias_tensor = masked_copy(BIASES[bias](), kernels_on, bias_dtype(case, wide))
     dbias = check_gradients(case, bias_tensor, kernels_on)
     assert_bitwise_equal(case.name, check_gradients(case, bias_tensor, kernels_on), dbias)
 
@@ -267,7 +262,7 @@ def test_every_kernel_with_and_without_a_backward(kernels_on: str, spec: KernelS
     case = new_case(spec.name(), (2, 2, 1), (200, 333), (spec.d, spec.d), dtype=spec.dtype)
     facts = {"bias32" if wide else "bias": 1, "grad": 1, "bias_grad": 1}
     assert spec.name() in plan_of_forced_call(case, backend="fa3", **facts)["gradients"]
-    bias = with_equal_strides(random_normal(200, 333), kernels_on, bias_dtype(case, wide))
+    bias = masked_copy(random_normal(200, 333), kernels_on, bias_dtype(case, wide))
     for leaf_names in ("qkvb", "b"):
         check_gradients(case, bias, kernels_on, leaf_names=leaf_names)
 
@@ -276,9 +271,7 @@ def test_every_kernel_with_and_without_a_backward(kernels_on: str, spec: KernelS
 @pytest.mark.parametrize("bias", ["for_all", "heads_innermost"])
 def test_subset_of_gradients_with_a_bias_gradient(kernels_on: str, leaf_names: str, bias: str) -> None:
     case = new_case(f"{leaf_names} {bias}", HEADS, (300, 333), (128, 128))
-    check_gradients(
-        case, with_equal_strides(BIASES[bias](), kernels_on, case.torch_dtype), kernels_on, leaf_names=leaf_names
-    )
+    check_gradients(case, masked_copy(BIASES[bias](), kernels_on, case.torch_dtype), kernels_on, leaf_names=leaf_names)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 300), (300, 1), (63, 65), (65, 63), (129, 65)])
@@ -330,7 +323,7 @@ def largest_allocation(work: Callable[[], object]) -> int:
 def test_backward_memory_follows_the_size_of_the_bias(kernels_on: str, bias: str) -> None:
     """No tensor has an element for each score if the bias is broadcast."""
     case = new_case("memory", (8, 4, 4), (300, 333), (64, 64))
-    bias_tensor = with_equal_strides(BIASES[bias](), kernels_on, case.torch_dtype).requires_grad_()
+    bias_tensor = masked_copy(BIASES[bias](), kernels_on, case.torch_dtype).requires_grad_()
     inputs = make_inputs(case, kernels_on, SEED)
     with torch_flashplug.sdpa_backend("fa3"):
         out = F.scaled_dot_product_attention(*inputs, attn_mask=bias_tensor)
@@ -356,7 +349,7 @@ def test_backward_memory_follows_the_size_of_the_bias(kernels_on: str, bias: str
 @pytest.mark.parametrize("bias", ["for_all", "heads_innermost", "keys"])
 def test_compiled_gradient_has_equal_bits_and_strides(kernels_on: str, bias: str) -> None:
     case = new_case(f"graph {bias}", HEADS, (300, 333), (64, 64))
-    bias_tensor = with_equal_strides(BIASES[bias](), kernels_on, case.torch_dtype).requires_grad_()
+    bias_tensor = masked_copy(BIASES[bias](), kernels_on, case.torch_dtype).requires_grad_()
     inputs = make_inputs(case, kernels_on, SEED)
     leaves = [tensor.requires_grad_() for tensor in (*inputs, bias_tensor)]
 
