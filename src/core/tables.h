@@ -303,6 +303,8 @@ struct LayoutRow {
   int64_t max_head_dim;         // largest head dim of the kernels
   int64_t head_dim_step;        // head dims are multiples, because rows are read in units of 16 bytes
   int64_t workspace_alignment;  // bytes: alignment of each tensor in the workspace of quantized operands
+  int64_t page_group_rows;      // kernels read pages in place whose rows are a multiple
+  int64_t max_total_rows;       // limit of the rows and keys of all packed sequences together
 };
 
 // Return whether some kernels have a head dim, possibly with padding.

@@ -135,7 +135,7 @@ void read_settings(StableIValue* stack, ForwardCall* call) {
   });
   check_settings(*call);
   // No sequence has twice as many keys, and kernels count in 32 bits.
-  call->fixed_split_size = std::min(call->fixed_split_size, int64_t{1} << 30);
+  call->fixed_split_size = std::min(call->fixed_split_size, tables().layout.max_total_rows);
 }
 
 }  // namespace
@@ -150,11 +150,10 @@ void check_lengths(const ForwardCall& call, const ReadFacts& facts) {
         "torch_flashplug: cu_seqlens_q and cu_seqlens_k must be int32 [sequences + 1], and seqused_k int32 "
         "[sequences], contiguous and on the device of query.");
   const CallFacts& p = facts.call;
-  constexpr int64_t most = int64_t{1} << 30;
   if (p.B != 1)
     throw std::runtime_error("torch_flashplug: packed sequences must have batch size 1, but got " +
                              std::to_string(p.B));
-  if (p.Sq + p.Sk >= most)
+  if (p.Sq + p.Sk >= tables().layout.max_total_rows)
     throw std::runtime_error("torch_flashplug: packed sequences must have fewer than 2^30 rows and keys together.");
 }
 
@@ -292,10 +291,9 @@ void check_pages(const ForwardCall& call, const ReadFacts& facts) {
 // Return true if kernels can read the pages: rows copied together by a thread lie in the same page
 // (kernels/features/paged_kv.py).
 bool are_pages_readable(const ForwardCall& call, const ReadFacts& facts) {
-  constexpr int64_t together = 16;
   Shape block_table;
   return read_shape(call.block_table, &block_table) && facts.shape[1].size[0] > 0 &&
-         (block_table.size[1] == 1 || facts.shape[1].size[2] % together == 0);
+         (block_table.size[1] == 1 || facts.shape[1].size[2] % tables().layout.page_group_rows == 0);
 }
 
 // Check the splits of a fixed split size: not more than num_splits may be, and partial results that kernels can count

@@ -280,3 +280,9 @@ def test_infinite_scale_is_reported(implementation: str) -> None:
     operands, arguments, *_ = IMPLEMENTATIONS[implementation]
     plan = explain_attention(*operands, **arguments, scale=float("inf"), device="h100")
     assert not plan.kernel and "scale" in " ".join(plan.reasons.values())
+
+
+def test_scale_may_be_a_tensor() -> None:
+    operands, arguments, *_ = IMPLEMENTATIONS["window"]
+    plan = explain_attention(*operands, **arguments, scale=torch.tensor(0.5), device="h100")
+    assert plan.kernel == explain_attention(*operands, **arguments, scale=0.5, device="h100").kernel

@@ -22,30 +22,26 @@ from ..ops.attention import AttentionForwardArgs, AttentionParams, namespace
 from ..ops.block_mask import PreparedBlockMask, prepare_block_mask
 from ..registry import features
 from ..registry.architectures import BACKENDS, KERNEL_BACKENDS
+from ..registry.kernel_spec import PAGE_GROUP_ROWS
 from ..torch_hooks import describe_call
 from . import startup
 from .attention import attention
-from .attention_args import check_out, window_of
+from .attention_args import check_out, checked_scale, window_of
 from .backend import DEVICES, SPLITS_SHIFT, Plan, device_name, explain, sentences
 from .varlen_plan import check_is_plan
 
 _F_SDPA = F.scaled_dot_product_attention
 _IS_CUDA, _DEVICE = torch.Tensor.is_cuda.__get__, torch.Tensor.device.__get__
 _RECORDED_OPS = (
-    *(
-        namespace.attention_fwd,
-        namespace.paged_fwd,
-        namespace.quantized_kv_fwd,
-        namespace.block_sparse_fwd,
-        namespace.sdpa_fwd,
-    ),
+    namespace.attention_fwd,
+    namespace.paged_fwd,
+    namespace.quantized_kv_fwd,
+    namespace.block_sparse_fwd,
+    namespace.sdpa_fwd,
 )
 _NEVER_NONE = {name for name, x in inspect.signature(attention).parameters.items() if x.default is not None}
 _CONVERTED = "Key and value are converted to 16 bits first."
 _GATHERED = "Pages are gathered first."
-_ROWS_READ_TOGETHER = (
-    16  # kernels read pages of a multiple of this many rows in place: can_be_read of src/ops/attention_ops.cpp
-)
 
 
 def explain_attention(
@@ -81,6 +77,8 @@ def explain_attention(
     if (out := arguments.pop("out", None)) is not None:
         check_out(out, tensors, *arguments.values())
     arguments = {name: x for name, x in arguments.items() if x is not None or name in _NEVER_NONE}
+    if isinstance(scale := checked_scale(arguments.get("scale")), Tensor) and not scale.is_meta:
+        arguments["scale"] = float(scale)  # the op reads the value, too
     varlen_plan = arguments.pop("plan", None)  # the choice of the kernel does not depend on the plan
     if "block_mask" in arguments and not isinstance(arguments["block_mask"], PreparedBlockMask):
         arguments["block_mask"] = prepare_block_mask(
@@ -170,12 +168,12 @@ class _OpRecorder(TorchFunctionMode):
         facts = _call_facts(a.as_attention(), keys)
         facts |= {"paged": 1, "cache8": a.k_scale is not None, "Sk": keys}
         plan = self._of_op(self.args, facts, a.params.num_splits, scale=a.params.scale)
-        is_read_in_place = len(a.key) and (a.key.shape[2] % _ROWS_READ_TOGETHER == 0 or a.block_table.shape[1] == 1)
+        is_read_in_place = len(a.key) and (a.key.shape[2] % PAGE_GROUP_ROWS == 0 or a.block_table.shape[1] == 1)
         if plan.kernel and is_read_in_place:
             return plan
         reason = plan.reasons.get(KERNEL_BACKENDS[-1], "The math backend is requested.")
         if plan.kernel:
-            rule = f"a multiple of {_ROWS_READ_TOGETHER} rows"
+            rule = f"a multiple of {PAGE_GROUP_ROWS} rows"
             reason = f"The pages have {a.key.shape[2]} rows, but kernels read pages of {rule} in place."
         is_quantized = a.k_scale is not None
         gathered = "Pages are gathered first and converted to 16 bits." if is_quantized else _GATHERED

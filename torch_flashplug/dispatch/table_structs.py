@@ -22,7 +22,14 @@ from ..registry.dispatch_table import (
     VARLEN_KERNELS,
 )
 from ..registry.dtypes import DTYPE_INFO, KERNEL_DTYPES, NAMED_DTYPES
-from ..registry.kernel_spec import KINDS, MAX_CLUSTER_SIZE, SPARSE_BLOCK, SPARSE_BLOCK_M_192
+from ..registry.kernel_spec import (
+    KINDS,
+    MAX_CLUSTER_SIZE,
+    MAX_TOTAL_ROWS,
+    PAGE_GROUP_ROWS,
+    SPARSE_BLOCK,
+    SPARSE_BLOCK_M_192,
+)
 from ..registry.mask_layout import TILE, TILE_WORDS
 from ..registry.quant_recipes import KEY_ORDER, RECIPES, WORKSPACE_ALIGNMENT, precision_number
 from ..registry.stock_bugs import FACTS
@@ -100,6 +107,7 @@ class LayoutRow(ctypes.Structure):
     _fields_ = (
         *_members(c_int64, "sparse_block sparse_block_m_192 bitmask_tile bitmask_words"),
         *_members(c_int64, "key_order max_splits split_unit max_head_dim head_dim_step workspace_alignment"),
+        *_members(c_int64, "page_group_rows max_total_rows"),
     )
 
 
@@ -202,5 +210,5 @@ def of_layout() -> LayoutRow:
         sparse_block=SPARSE_BLOCK, sparse_block_m_192=SPARSE_BLOCK_M_192, bitmask_tile=TILE, bitmask_words=TILE_WORDS,
         key_order=len(KEY_ORDER), max_splits=MAX_SPLITS, split_unit=SPLIT_UNIT,
         max_head_dim=MAX_HEAD_DIM, head_dim_step=HEAD_DIM_STEP,
-        workspace_alignment=WORKSPACE_ALIGNMENT,
+        workspace_alignment=WORKSPACE_ALIGNMENT, page_group_rows=PAGE_GROUP_ROWS, max_total_rows=MAX_TOTAL_ROWS,
     )  # fmt: skip

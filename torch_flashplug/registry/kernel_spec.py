@@ -40,6 +40,8 @@ SINGLE_TILE = (64, 64)  # tile of a single-tile backward: the largest numbers of
 BIAS_TILES = ((128, 64), (128, 128))  # tiles of dbias
 SPARSE_BLOCK = 128  # block-sparse lists: rows and keys of a block
 ORDER_BLOCK_N = 64  # block-sparse lists: keys in a unit of the accumulation order
+PAGE_GROUP_ROWS = 16  # rows copied together by a thread; a page read in place has a multiple of so many rows
+MAX_TOTAL_ROWS = 1 << 30  # limit of the rows and keys of all packed sequences together
 # Query rows of a block in the second set of block-sparse lists. Tiles of 192 rows use the set, because 192 is no
 # divisor of SPARSE_BLOCK.
 SPARSE_BLOCK_M_192 = 192

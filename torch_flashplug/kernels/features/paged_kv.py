@@ -4,9 +4,9 @@ The block table has the page indices of each sequence. Keys of a sequence count 
 the last key is never read.
 
 A sequence with a single page may have a page of any number of rows. With several pages, the number of rows of a page is
-a multiple of GROUP. A thread copies rows of a group of GROUP adjacent rows, which then lie in a single page, so that
-the thread looks up the page once. Page indices beyond the pool are clamped. The result is then undefined, but no memory
-outside the pool is accessed.
+a multiple of PAGE_GROUP_ROWS. A thread copies rows of a group of PAGE_GROUP_ROWS adjacent rows, which then lie in a
+single page, so that the thread looks up the page once. Page indices beyond the pool are clamped. The result is then
+undefined, but no memory outside the pool is accessed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32, Int64
 
-from ...registry.kernel_spec import WARP
+from ...registry.kernel_spec import PAGE_GROUP_ROWS, WARP
 from ..decode.kv_load import K, KvLoader
 from ..primitives import sm80
 from ..tiling.tile import DenseAddressing, Tile
@@ -28,8 +28,6 @@ from .quantized_kv_cache import FLOAT_BYTES, QuantizedKvLoader, QuantizedKvScale
 
 if TYPE_CHECKING:
     from ..decode.pack_gqa import DecodeTile
-
-GROUP = 16
 
 
 @dataclass(frozen=True)
@@ -74,17 +72,17 @@ class PagedRows:
 
     @cute.jit
     def load(self, copier: cutlass.Constexpr[sm80.SmemCopier], first_row: Int32, tile: sm80.SmemTile):
-        """Load rows from `first_row` on, a multiple of GROUP, as SmemCopier.load, with zeros beyond the last row."""
+        """Load rows as SmemCopier.load, with zeros beyond the last row. PAGE_GROUP_ROWS divides `first_row`."""
         thread = cute.arch.lane_idx() if copier.threads == WARP else cute.arch.thread_idx()[0]
         row, unit, step = copier.partition(tile, thread)
         first_target, columns = tile.unit(row, unit), self.pool.shape[2] - unit * sm80.VECTOR
-        last = cutlass.max(self.length - 1, 0) // GROUP * GROUP
-        for group in cutlass.range_constexpr(0, tile.rows, max(step, GROUP)):
-            first = cutlass.min(first_row + (group + row // GROUP * GROUP), last)
+        last = cutlass.max(self.length - 1, 0) // PAGE_GROUP_ROWS * PAGE_GROUP_ROWS
+        for group in cutlass.range_constexpr(0, tile.rows, max(step, PAGE_GROUP_ROWS)):
+            first = cutlass.min(first_row + (group + row // PAGE_GROUP_ROWS * PAGE_GROUP_ROWS), last)
             start = self.pool.iterator.toint() + (self.offset_of(first) + unit * sm80.VECTOR) * 2
-            for r in cutlass.range_constexpr(group, group + max(step, GROUP), step):
+            for r in cutlass.range_constexpr(group, group + max(step, PAGE_GROUP_ROWS), step):
                 row_exists = first_row + row + r < self.length
-                source = start + Int64(row % GROUP + (r - group)) * self.pool.stride[1] * 2
+                source = start + Int64(row % PAGE_GROUP_ROWS + (r - group)) * self.pool.stride[1] * 2
                 target = (first_target ^ (r % 8 * sm80.VECTOR_BYTES)) + r * tile.row_bytes
                 sm80.copy_row(source, target, tile, columns, row_exists)
 

@@ -20,14 +20,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from ...registry.kernel_spec import BACKWARD_TILE
+from ...registry.kernel_spec import BACKWARD_TILE, MAX_TOTAL_ROWS
 from ..primitives import sm90
 from ..primitives.tile_scheduler import TileScheduler
 from ..primitives.vector_access import vector_at
 from .seqlen_info import SeqlenInfo
 from .tile import Tile, TileAddressing, TileGrid
 
-MAX_TOTAL_ROWS = 1 << 30  # maximum number of rows of all sequences together
 MAX_RELATIVE_WORK = 1 << 16  # limit of `VarlenTileList.relative_work`, in tiles. A larger value has no further effect.
 
 
