@@ -47,6 +47,12 @@ CEILINGS = {"sm90a": 225, "sm90a_bias": 80, "sm90a_fa2": 215, "sm90a_dropout": 9
 CEILINGS["sm90a_window"] = 130  # D 192: 1.25 to 1.4 x the kernels of 256; D 32 and 96: up to 1.2 x those of 64, 128
 
 
+def test_packs_have_no_more_kernels_than_allowed():
+    assert {
+        pack.name: len(pack.specs()) for pack in kernel_table.PACKS if len(pack.specs()) > CEILINGS[pack.name]
+    } == {}
+
+
 def test_every_kernel_of_the_table_is_in_a_pack():
     packed = {spec for pack in kernel_table.PACKS for spec in pack.specs()}
     assert not {spec.name() for spec in {*SPECS} - packed}, "kernels of no pack, which no machine would have"
@@ -123,7 +129,7 @@ def test_samples_cover_every_family_and_feature():
         sum(map(len, map(take, kernel_table.PACKS)))
         for take in (kernel_table.Pack.test_sample, kernel_table.Pack.specs)
     )
-    assert f"{num_samples:,} of {num_specs:,}" in (ROOT / "docs" / "developing.md").read_text()
+    assert 0.15 < num_samples / num_specs < 0.25  # docs/developing.md says "about a fifth"
 
 
 def test_every_target_is_built():

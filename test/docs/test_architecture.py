@@ -15,6 +15,7 @@ import pytest
 
 from torch_flashplug import env
 from torch_flashplug.registry import kernel_spec
+from torch_flashplug.registry.architectures import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torch_flashplug"
@@ -40,17 +41,17 @@ LAYERS = (
     ("registry",),
     ("deprecation", "env", "version"),
 )
+KERNEL_FILES = tuple(f"sm{family.arch}" for family in FAMILIES)  # folders of kernels; no kernel imports a second one
 # Layers inside of kernels/, with the rule of LAYERS.
 KERNEL_LAYERS = (
     ("__init__",),
-    ("sm90", "sm80"),
+    KERNEL_FILES,
     ("features",),
     ("preprocess", "mainloop", "backward", "decode"),
     ("score_stages",),
     ("tiling", "call_args"),
     ("primitives",),
 )
-KERNEL_FILES = ("sm90", "sm80")  # folders of kernels; no kernel imports a second kernel
 COMPOSED = {"sm90/backward_split.py": {"backward_dq", "backward_dkdv"}}  # a call that launches kernels of two files
 STDLIB_ONLY = {"deprecation", "env", "version", "registry"}
 NO_TORCH = {*STDLIB_ONLY, "dispatch", "codegen", "kernels", "__main__"}

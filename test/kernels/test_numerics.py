@@ -47,7 +47,7 @@ GIB = 1 << 30
 HUGE = 133120.0  # scores of 1e11: the rounding of scale * score alone is hundreds of powers of two
 ARCHS = {family.backend: family.arch for family in FAMILIES}
 # Kernels that cases can reach; masked kernels are tested in test_bool_masks.
-FORWARDS = [spec for arch in (90, 80) for spec in kernel_table.specs(arch, "fwd") if spec.features <= {"causal"}]
+FORWARDS = [spec for arch in ARCHS.values() for spec in kernel_table.specs(arch, "fwd") if spec.features <= {"causal"}]
 BY_FAMILY = pytest.mark.parametrize("family", ARCHS)
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 BY_DTYPE = pytest.mark.parametrize("dtype", ELEMENTS_16BIT)

@@ -120,7 +120,7 @@ EIGHT_BITS = {
         "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, { low, high }; }",
     ),
 }
-ELEMENTS = {  # by the names in spec.DTYPES
+ELEMENTS = {  # by the names in KERNEL_DTYPES of registry/dtypes.py
     "bf16": Element(cutlass.BFloat16, "bf16x2"),
     "fp16": Element(cutlass.Float16, "f16x2", p_scale_log2=12),
 }
