@@ -375,7 +375,7 @@ FLASHPLUG_EXPORT void flashplug_set_log_callback(LogCallback callback, int log_p
 
 // Return THPVariable_Wrap, for the callback below; null if unknown in the running torch. The function takes an
 // at::Tensor* and returns a new reference to the Python object.
-FLASHPLUG_EXPORT void* flashplug_wrap_function() { return torch_symbols().wrap; }
+FLASHPLUG_EXPORT void* flashplug_wrap_function() { return torch_symbols().wrap_in_python; }
 FLASHPLUG_EXPORT void flashplug_set_trace_callback(TraceCallback callback) { state().trace_callback.store(callback); }
 FLASHPLUG_EXPORT void flashplug_set_compile_callback(CompileCallback callback) { set_compile_callback(callback); }
 FLASHPLUG_EXPORT void flashplug_load_pack(const char* path, const char* target) { load_pack(path, target); }

@@ -9,7 +9,7 @@
 
 namespace flashplug {
 
-struct ForwardCall : Attention {
+struct ForwardCall : AttentionArgs {
   Mode mode;
   std::optional<bool> grad = {};        // whether autograd will want a backward; graphs do not know
   AtenTensorHandle metadata = nullptr;  // mask metadata to be filled in; null: nobody keeps the metadata

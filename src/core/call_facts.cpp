@@ -49,7 +49,7 @@ bool has_dtype(AtenTensorHandle tensor, int32_t dtype) {
 
 }  // namespace
 
-std::optional<Window> window_of(const Attention& call) {
+std::optional<Window> window_of(const AttentionArgs& call) {
   if (call.causal == Causal::kBottomRight) return Window{-1, 0, true};
   return call.window;
 }
@@ -67,23 +67,23 @@ bool is_kept(AtenTensorHandle tensor) {
 
 bool is_mask_metadata(AtenTensorHandle tensor) { return has_dtype(tensor, aoti_torch_dtype_int32()); }
 
-bool is_wide_bias(const Attention& call) {
+bool is_wide_bias(const AttentionArgs& call) {
   static const int32_t fp32 = aoti_torch_dtype_float32();
   return has_dtype(call.mask, fp32) && !has_dtype(call.q, fp32);
 }
 
-bool is_traced(const Attention& call) {
+bool is_traced(const AttentionArgs& call) {
   const TorchSymbols& torch = torch_symbols();
   return torch.python_dispatch(call.q) || torch.python_dispatch(call.k) || torch.python_dispatch(call.v);
 }
 
-bool has_wrapper(const Attention& call) {
+bool has_wrapper(const AttentionArgs& call) {
   const TorchSymbols& torch = torch_symbols();
   return torch.has_wrapper(call.q) || torch.has_wrapper(call.k) || torch.has_wrapper(call.v) ||
          (call.mask != nullptr && torch.has_wrapper(call.mask));
 }
 
-int64_t required_features(const Attention& call) {
+int64_t required_features(const AttentionArgs& call) {
   int64_t needs = 0, bit = 1;
   for (const FeatureReader& feature : kFeatureReaders) {
     needs |= feature.needed(call) ? bit : 0;
@@ -92,7 +92,7 @@ int64_t required_features(const Attention& call) {
   return needs;
 }
 
-bool read_meta(const Attention& call, ReadFacts* facts) {
+bool read_meta(const AttentionArgs& call, ReadFacts* facts) {
   const AtenTensorHandle tensors[kNumOperands] = {call.q, call.k, call.v};
   CallFacts& p = facts->call;
   for (int i = 0; i < kNumOperands; ++i) {
@@ -110,7 +110,7 @@ bool four_dims(const ReadFacts& facts) {
   return std::all_of(facts.operand, facts.operand + kNumOperands, [](const TensorMeta& x) { return x.dim == 4; });
 }
 
-bool read_shapes(const Attention& call, Memory memory, ReadFacts* facts) {
+bool read_shapes(const AttentionArgs& call, Memory memory, ReadFacts* facts) {
   if (!four_dims(*facts)) return false;
   const AtenTensorHandle tensors[kNumOperands] = {call.q, call.k, call.v};
   for (int i = 0; i < kNumOperands; ++i) {
@@ -118,8 +118,7 @@ bool read_shapes(const Attention& call, Memory memory, ReadFacts* facts) {
   }
   fill_shapes(facts->shape, &facts->call);
   Shape block_table;
-  if (is_defined(call.block_table) && read_shape(call.block_table, &block_table))
-    facts->call.Sk *= block_table.size[1];
+  if (is_defined(call.block_table) && read_shape(call.block_table, &block_table)) facts->call.Sk *= block_table.size[1];
   if (const std::optional<Window> window = window_of(call)) set_window(*window, &facts->call);
   int64_t starts = 0;
   if (is_defined(call.cu_seqlens_q) && aoti_torch_get_numel(call.cu_seqlens_q, &starts) == 0)
@@ -160,13 +159,13 @@ bool eligible_device(int32_t device_type) {
   return device_type == cuda || (device_type == cpu && cpu_stub() != CpuStub::kOff);
 }
 
-bool wants_grad(const Attention& call) {
+bool wants_grad(const AttentionArgs& call) {
   const TorchSymbols& torch = torch_symbols();
   const bool of_operands = torch.requires_grad(call.q) || torch.requires_grad(call.k) || torch.requires_grad(call.v);
   return (of_operands && aoti_torch_grad_mode_is_enabled()) || wants_bias_grad(call);
 }
 
-bool wants_bias_grad(const Attention& call) {
+bool wants_bias_grad(const AttentionArgs& call) {
   return is_defined(call.mask) && torch_symbols().requires_grad(call.mask) && aoti_torch_grad_mode_is_enabled();
 }
 

@@ -26,7 +26,7 @@ struct Window {
   bool bottom_right = true;
 };
 // A call of attention with the caller's arguments. Tensors are borrowed, and mask may be null.
-struct Attention {
+struct AttentionArgs {
   AtenTensorHandle q = nullptr, k = nullptr, v = nullptr, mask = nullptr;
   double dropout_p = 0.0;
   Causal causal = Causal::kNone;
@@ -79,14 +79,14 @@ struct Setting {
   }
 };
 // The settings of attention_fwd, attention_bwd and paged_fwd, in the order of the schemas. The schemas, the readers and
-// the writers of these ops are made of the list. A new setting is a member of `Attention` and a row here; the list of
-// Python is `AttentionParams` in ops/attention.py.
+// the writers of these ops are made of the list. A new setting is a member of `AttentionArgs` and a row here; the list
+// of Python is `AttentionParams` in ops/attention.py.
 inline constexpr std::tuple kSettings(Setting("int left", &Window::left), Setting("int right", &Window::right),
                                       Setting("bool bottom_right", &Window::bottom_right),
-                                      Setting("float softcap", &Attention::softcap),
-                                      Setting("float? scale", &Attention::scale),
-                                      Setting("int num_splits=0", &Attention::num_splits),
-                                      Setting("int fixed_split_size=0", &Attention::fixed_split_size));
+                                      Setting("float softcap", &AttentionArgs::softcap),
+                                      Setting("float? scale", &AttentionArgs::scale),
+                                      Setting("int num_splits=0", &AttentionArgs::num_splits),
+                                      Setting("int fixed_split_size=0", &AttentionArgs::fixed_split_size));
 // Call `visit` for each setting. The template argument is the index in `kSettings`, a constant.
 template <typename Visit>
 constexpr void visit_settings(Visit visit) {
@@ -96,10 +96,10 @@ constexpr void visit_settings(Visit visit) {
   }(std::make_index_sequence<count>());
 }
 
-std::optional<Window> window_of(const Attention& call);  // also gives the window of `causal`
-bool is_defined(AtenTensorHandle tensor);                // neither null nor undefined
+std::optional<Window> window_of(const AttentionArgs& call);  // also gives the window of `causal`
+bool is_defined(AtenTensorHandle tensor);                    // neither null nor undefined
 // Return true for is_causal with a mask: torch does not define the combination, and the math backend raises.
-inline bool is_undefined(const Attention& call) { return call.causal != Causal::kNone && is_defined(call.mask); }
+inline bool is_undefined(const AttentionArgs& call) { return call.causal != Causal::kNone && is_defined(call.mask); }
 // `is_mask()`: true for a bool mask, and for the tensor kept by autograd in place of a bool mask (mask.cpp). No foreign
 // code makes masks of the kept dtypes. `is_kept()`: true for a kept tensor, either mask metadata or a copy of the
 // mask's bytes. `is_mask_metadata()`: true for mask metadata.
@@ -109,16 +109,16 @@ bool is_mask_metadata(AtenTensorHandle tensor);
 
 // `is_traced()`: true if Python dispatches an operand; tracing.py may know better. `has_wrapper()`: true if functorch
 // wraps an operand. Wrapped operands have no address, and asking for the address fails.
-bool is_traced(const Attention& call);
-bool has_wrapper(const Attention& call);
+bool is_traced(const AttentionArgs& call);
+bool has_wrapper(const AttentionArgs& call);
 // Return true for a mask of floats wider than the query's dtype: fp32. Stock takes float masks of the query's own
 // dtype, too.
-bool is_wide_bias(const Attention& call);
+bool is_wide_bias(const AttentionArgs& call);
 
 // Reader of a feature. A feature is a need of a call beyond softmax(Q K^T) V, served by kernels. `needed` tells whether
 // the arguments of a call show the feature.
 struct FeatureReader {
-  using Needed = bool (*)(const Attention& call);
+  using Needed = bool (*)(const AttentionArgs& call);
   consteval FeatureReader(const char* name, Needed needed) : name(name), needed(needed) {}
   const char* name;
   Needed needed;
@@ -127,19 +127,20 @@ struct FeatureReader {
 // begins with the features below, in the same order (`Tables::add()`). Further features need no entry here: a mode
 // requests them, or Python names them.
 inline constexpr FeatureReader kFeatureReaders[] = {
-    {"causal", [](const Attention& call) { return call.causal == Causal::kTopLeft; }},
-    {"mask", [](const Attention& call) { return is_defined(call.mask) && is_mask(call.mask); }},
-    {"bias", [](const Attention& call) { return is_defined(call.mask) && !is_mask(call.mask) && !is_wide_bias(call); }},
-    {"bias32", [](const Attention& call) { return is_defined(call.mask) && is_wide_bias(call); }},
-    {"window", [](const Attention& call) { return window_of(call).has_value(); }},
-    {"softcap", [](const Attention& call) { return call.softcap != 0.0; }},
-    {"ragged", [](const Attention& call) { return is_defined(call.cu_seqlens_q); }},
-    {"dropout", [](const Attention& call) { return call.dropout_p != 0.0; }},
-    {"cache8", [](const Attention& call) { return is_defined(call.k_scale); }},
-    {"paged", [](const Attention& call) { return is_defined(call.block_table); }},
+    {"causal", [](const AttentionArgs& call) { return call.causal == Causal::kTopLeft; }},
+    {"mask", [](const AttentionArgs& call) { return is_defined(call.mask) && is_mask(call.mask); }},
+    {"bias",
+     [](const AttentionArgs& call) { return is_defined(call.mask) && !is_mask(call.mask) && !is_wide_bias(call); }},
+    {"bias32", [](const AttentionArgs& call) { return is_defined(call.mask) && is_wide_bias(call); }},
+    {"window", [](const AttentionArgs& call) { return window_of(call).has_value(); }},
+    {"softcap", [](const AttentionArgs& call) { return call.softcap != 0.0; }},
+    {"ragged", [](const AttentionArgs& call) { return is_defined(call.cu_seqlens_q); }},
+    {"dropout", [](const AttentionArgs& call) { return call.dropout_p != 0.0; }},
+    {"cache8", [](const AttentionArgs& call) { return is_defined(call.k_scale); }},
+    {"paged", [](const AttentionArgs& call) { return is_defined(call.block_table); }},
 };
 constexpr int kNumFeatureReaders = std::size(kFeatureReaders);
-int64_t required_features(const Attention& call);  // a sum of feature bits
+int64_t required_features(const AttentionArgs& call);  // a sum of feature bits
 // Return the bit of a feature that C++ code knows by name. An unknown name does not compile.
 consteval int64_t feature_bit(std::string_view name) {
   int index = 0;
@@ -211,7 +212,7 @@ void visit_facts(CallFacts& p, Visit&& visit) {
 }
 
 // Read the facts that are numbers of a call.
-inline void read_numbers(const Attention& call, CallFacts* p) {
+inline void read_numbers(const AttentionArgs& call, CallFacts* p) {
   p->dropout_p = call.dropout_p;
   p->softcap = call.softcap;
   p->batch_invariant = call.num_splits == 1 || call.fixed_split_size != 0;
@@ -237,7 +238,7 @@ struct ReadFacts {
 
 // Read the facts that any tensor can tell: number of dims, dtype, device, settings. Returns false if a tensor does not
 // tell.
-bool read_meta(const Attention& call, ReadFacts* facts);
+bool read_meta(const AttentionArgs& call, ReadFacts* facts);
 bool four_dims(const ReadFacts& facts);  // true if every operand has 4 dims, as all functions below require
 
 // Location of the operands: at real addresses; or, for traced tensors, in future storages.
@@ -245,7 +246,7 @@ enum class Memory { kReal, kTraced };
 inline Memory memory_of(bool only_traced) { return only_traced ? Memory::kTraced : Memory::kReal; }
 // Read sizes and layouts. `read_meta()` must come first, because layouts depend on the dtypes. Returns false without
 // sizes or with symbolic sizes.
-bool read_shapes(const Attention& call, Memory memory, ReadFacts* facts);
+bool read_shapes(const AttentionArgs& call, Memory memory, ReadFacts* facts);
 void fill_shapes(const Shape (&shape)[kNumOperands], CallFacts* p);  // sizes only
 
 // The first rule of the kernels that the shapes of query, key and value break. describe_call.py has a text for each
@@ -271,7 +272,7 @@ bool traced_mask_fits(AtenTensorHandle mask, const ReadFacts& facts);
 Scale scale_of(std::optional<double> scale);
 
 bool eligible_device(int32_t device_type);
-bool wants_grad(const Attention& call);       // under the current grad mode
-bool wants_bias_grad(const Attention& call);  // under the current grad mode
+bool wants_grad(const AttentionArgs& call);       // under the current grad mode
+bool wants_bias_grad(const AttentionArgs& call);  // under the current grad mode
 
 }  // namespace flashplug

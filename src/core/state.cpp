@@ -149,6 +149,7 @@ DeviceFacts device_facts(int device_index) {
     std::lock_guard<std::mutex> lock(s.facts_mutex);
     if (!cached.ready.load(std::memory_order_relaxed)) {
       cached.facts = query_device(device_index);
+      // A failed query (cc 0) is repeated by the next call.
       if (cached.facts.cc != 0) cached.ready.store(true, std::memory_order_release);
       return cached.facts;
     }

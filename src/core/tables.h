@@ -70,7 +70,7 @@ struct KernelRow {
   int32_t workspace_block_rows;  // query rows of a backward's workspace are rounded up to a multiple of this number
   int32_t shares_heads;          // tiles of a backward may share the query heads of a KV head
   int32_t dkdv_alone;            // split backward: faster than the fused kernel where dQ is not wanted
-  int32_t ctas_per_sm;          // decode: number of CTAs of an SM that read faster than a single CTA
+  int32_t ctas_per_sm;           // decode: number of CTAs of an SM that read faster than a single CTA
   double last_tile;              // smallest cost of a head's last tile, as a fraction of a full tile's time
 };
 

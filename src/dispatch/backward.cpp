@@ -109,7 +109,8 @@ BackwardPlan attempt_all(const CallFacts& p, const DeviceFacts& device, const Ta
 int64_t workspace_rows(const CallFacts& p, const KernelRow& row) {
   // Each packed sequence has separate blocks, and so have the rows before the first and after the last sequence.
   const bool is_packed = (p.needs & kVarlen) != 0;
-  const int64_t blocks = is_packed ? p.Sq / row.workspace_block_rows + p.sequences + 2 : ceil_div(p.Sq, row.workspace_block_rows);
+  const int64_t blocks =
+      is_packed ? p.Sq / row.workspace_block_rows + p.sequences + 2 : ceil_div(p.Sq, row.workspace_block_rows);
   return blocks * row.workspace_block_rows;
 }
 

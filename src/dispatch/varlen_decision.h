@@ -42,8 +42,9 @@ struct VarlenCall {
   int64_t unusual_scale = 0;  // the scale is zero, negative or not finite
 };
 constexpr const char* kVarlenCallMembers[] = {
-    "rule",  "backend", "allowed", "writes_out", "enable_gqa",       "max_q",    "heads_q",    "heads_k",      "D", "Dv",
-    "dtype", "window",  "splits",     "paged", "has_cu_seqlens_k", "readable", "misaligned", "unusual_scale"};
+    "rule",       "backend",      "allowed", "writes_out", "enable_gqa", "max_q", "heads_q",          "heads_k",
+    "D",          "Dv",           "dtype",   "window",     "splits",     "paged", "has_cu_seqlens_k", "readable",
+    "misaligned", "unusual_scale"};
 static_assert(sizeof(VarlenCall) == std::size(kVarlenCallMembers) * sizeof(int64_t));
 
 enum class VarlenDecisionReason : int {

@@ -35,9 +35,9 @@ struct CorrectedChoice {
   int64_t choice;
   int fault = -1;
 };
-CorrectedChoice corrected_choice(int64_t chosen, const Attention& call);
-bool has_no_elements(const Attention& call);  // as far as known: false for nested tensors and symbolic sizes
-const char* stock_bug_text(int fault);        // "" without a fault
+CorrectedChoice corrected_choice(int64_t chosen, const AttentionArgs& call);
+bool has_no_elements(const AttentionArgs& call);  // as far as known: false for nested tensors and symbolic sizes
+const char* stock_bug_text(int fault);            // "" without a fault
 // Return stock torch's choice for a call without a mask; math if no choice hook was ever installed.
 int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, double dropout_p, bool is_causal,
                      std::optional<double> scale, bool enable_gqa);
@@ -60,7 +60,8 @@ OwnedFusedResult readable_cudnn_forward(CudnnForwardCall call);
 // aligned, else a copy.
 TensorHandle aligned(TensorHandle operand);
 TensorHandle aligned_bias(TensorHandle bias);
-bool is_repaired(int backend);  // takes a `StockBackend`; true if `enable_stock_workarounds()` has registered kernels for it
+bool is_repaired(
+    int backend);  // takes a `StockBackend`; true if `enable_stock_workarounds()` has registered kernels for it
 
 // ---- varlen_attn.cpp ----
 

@@ -33,7 +33,7 @@ std::atomic<void*> saved[kNumStubs];  // original pointers, restored by uninstal
 std::atomic<void*> stock_functions[kNumStubs];
 std::mutex install_mutex;
 
-struct Call : Attention {
+struct Call : AttentionArgs {
   bool enable_gqa;
 };
 
@@ -94,7 +94,7 @@ Decision make_decision(const Call& call, Mode mode, ReadFacts* read) {
   // Under a TorchDispatchMode or functorch, a foreign function may receive the replacement of a mask in place of the
   // plugin's op. There F.sdpa converts a bool mask to floats, as for stock, so the call counts as a call with a bias.
   const bool as_floats =
-      (p.needs & kMask) != 0 && !only_traced && !torch.jit_traced() && (has_wrapper(call) || torch.modes_set());
+      (p.needs & kMask) != 0 && !only_traced && !torch.jit_traced() && (has_wrapper(call) || torch.has_dispatch_mode());
   if (as_floats) p.needs = (p.needs & ~kMask) | feature_bit("bias");
   const bool forced = mode.forces_kernels();
   const DeviceFacts device = device_facts(facts.device_index());
@@ -182,7 +182,8 @@ void* choice_function(int stub_index) {
 }
 
 std::atomic<void*>* stub_pointer(int stub_index) {
-  return reinterpret_cast<std::atomic<void*>*>(static_cast<char*>(torch_symbols().stub) + stub_index * sizeof(void*));
+  return reinterpret_cast<std::atomic<void*>*>(static_cast<char*>(torch_symbols().choice_stub) +
+                                               stub_index * sizeof(void*));
 }
 
 bool is_in_library(void* function, const char* library) {
@@ -200,7 +201,7 @@ int fail(int code, const std::string& text) {
 int take_last_exit() { return std::exchange(last_exit, -1); }
 
 bool is_installed(int stub_index) {
-  return stub_index >= 0 && stub_index < kNumStubs && torch_symbols().stub != nullptr &&
+  return stub_index >= 0 && stub_index < kNumStubs && torch_symbols().choice_stub != nullptr &&
          stub_pointer(stub_index)->load(std::memory_order_acquire) == choice_function(stub_index);
 }
 
@@ -218,7 +219,7 @@ int install(int stub_index) {
   const TorchSymbols& torch = torch_symbols();
   if (const char* symbol = torch.first_missing_symbol())
     return fail(2, std::string("this torch lacks ") + symbol + "; use TORCH_FLASHPLUG_HOOK=composite");
-  if (!torch.signature)
+  if (!torch.has_expected_signature)
     return fail(3, "the choice function of this torch has another signature; use TORCH_FLASHPLUG_HOOK=composite");
   if (is_installed(stub_index)) return 0;
   void* old = stub_pointer(stub_index)->load(std::memory_order_acquire);

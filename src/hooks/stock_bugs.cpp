@@ -15,23 +15,23 @@ namespace flashplug {
 
 namespace {
 
-bool has_unusual_scale(const Attention& call) { return is_unusual(scale_of(call.scale)); }
+bool has_unusual_scale(const AttentionArgs& call) { return is_unusual(scale_of(call.scale)); }
 
-bool drops_everything(const Attention& call) { return call.dropout_p == 1.0; }
+bool drops_everything(const AttentionArgs& call) { return call.dropout_p == 1.0; }
 
-bool has_wide_bias(const Attention& call) { return is_defined(call.mask) && is_wide_bias(call); }
+bool has_wide_bias(const AttentionArgs& call) { return is_defined(call.mask) && is_wide_bias(call); }
 
 // Return true for a masked call kept from plugin kernels by a mode or a transform. There cuDNN attends to all keys of a
 // row without visible keys, and returns NaN in dQ if 64 rows remain after blocks of 128.
-bool has_mask_in_transform(const Attention& call) {
-  return is_defined(call.mask) && !is_traced(call) && (has_wrapper(call) || torch_symbols().modes_set());
+bool has_mask_in_transform(const AttentionArgs& call) {
+  return is_defined(call.mask) && !is_traced(call) && (has_wrapper(call) || torch_symbols().has_dispatch_mode());
 }
 
 // Read the facts of a call with concrete sizes, traced or not.
-bool read_concrete_facts(const Attention& call, ReadFacts* facts) {
+bool read_concrete_facts(const AttentionArgs& call, ReadFacts* facts) {
   if (torch_symbols().nested(call.q)) return false;
   const bool only_traced = is_traced(call);
-  std::optional<QuietShims> quiet;  // symbolic sizes, no storage
+  std::optional<QuietShims> quiet;  // the question fails for symbolic sizes; the failure is not for the log, no storage
   if (only_traced || has_wrapper(call)) quiet.emplace();
   return read_meta(call, facts) && read_shapes(call, memory_of(only_traced), facts);
 }
@@ -40,7 +40,7 @@ bool read_concrete_facts(const Attention& call, ReadFacts* facts) {
 // block of 128. The padding counts as scores of 0. exp(0 - LSE) is infinite where LSE is below -88.7, and infinity
 // times zero is NaN. With is_causal cuDNN masks the padding. With dropout, a forward without gradients counts, too
 // (`CallFacts::as_with_gradients()`).
-bool has_unmasked_rest(const Attention& call) {
+bool has_unmasked_rest(const AttentionArgs& call) {
   if (call.mask != nullptr || call.causal != Causal::kNone) return false;
   if (!wants_grad(call) && call.dropout_p == 0.0) return false;
   ReadFacts facts;
@@ -51,7 +51,7 @@ bool has_unmasked_rest(const Attention& call) {
 
 // Return true if the efficient attention reads the operands unchanged. KV heads must equal query heads. The rows of a
 // mask must be contiguous and not broadcast, boolean (converted by stock to the query's dtype) or of the query's dtype.
-bool efficient_reads(const Attention& call) {
+bool efficient_reads(const AttentionArgs& call) {
   if (cpu_stub() != CpuStub::kOff) return false;
   // The rule of torch for vmap requires a mask with the query's batching.
   if (call.mask != nullptr && has_wrapper(call)) return false;
@@ -75,7 +75,7 @@ bool efficient_reads(const Attention& call) {
 
 struct StockBug {
   const char* description;  // wrong behavior of the backend
-  bool (*holds_for)(const Attention& call);
+  bool (*holds_for)(const AttentionArgs& call);
   int64_t backends[3];  // backends with the fault; 0, math, has no fault
   bool efficient;       // the efficient attention is right, where it can read the call
 };
@@ -97,9 +97,10 @@ constexpr StockBug kFaults[] = {
 
 }  // namespace
 
-bool has_no_elements(const Attention& call) {
+// A failed question (a symbolic size) counts as elements, and nested queries have no sizes.
+bool has_no_elements(const AttentionArgs& call) {
   if (torch_symbols().nested(call.q)) return false;
-  std::optional<QuietShims> quiet;  // symbolic sizes
+  std::optional<QuietShims> quiet;  // the question fails for symbolic sizes; the failure is not for the log
   if (is_traced(call)) quiet.emplace();
   const AtenTensorHandle operands[kNumOperands] = {call.q, call.k, call.v};
   return std::any_of(operands, operands + kNumOperands, [](AtenTensorHandle tensor) {
@@ -113,7 +114,7 @@ const char* stock_bug_text(int fault) {
   return exists ? kFaults[fault].description : "";
 }
 
-CorrectedChoice corrected_choice(int64_t chosen, const Attention& call) {
+CorrectedChoice corrected_choice(int64_t chosen, const AttentionArgs& call) {
   if (is_undefined(call)) return {chosen};
   for (const StockBug& fault : kFaults) {
     if (chosen == kChoiceMath || std::ranges::find(fault.backends, chosen) == std::end(fault.backends) ||

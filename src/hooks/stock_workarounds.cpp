@@ -271,7 +271,8 @@ void flash_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   put_results(grads, stack);
 }
 
-// Compute the LSE that the forward has omitted; undefined if the LSE is present.
+// Compute the LSE by a second forward if the first forward has left `lse` empty. The result is undefined if `lse` has
+// elements or is undefined, or if the query has no elements or not 4 dims.
 TensorHandle missing_lse(AtenTensorHandle lse, const EfficientForwardCall& call) {
   const auto is_empty = [](AtenTensorHandle tensor) {
     int64_t numbers = 0;
@@ -280,9 +281,10 @@ TensorHandle missing_lse(AtenTensorHandle lse, const EfficientForwardCall& call)
   if (!is_defined(lse) || !is_empty(lse) || !four_dims({call.q}) || is_empty(call.q)) return {};
   AtenTensorHandle results[4];
   stock_efficient_forward(call, results);
+  constexpr int kLse = 1;
   TensorHandle owned[4];
   for (int i = 0; i < 4; ++i) owned[i] = TensorHandle(results[i]);
-  return std::move(owned[1]);
+  return std::move(owned[kLse]);
 }
 
 void efficient_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {

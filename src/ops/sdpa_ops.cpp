@@ -243,13 +243,13 @@ void sdpa_op_forward(StableIValue* stack, uint64_t, uint64_t) {
   const AtenTensorHandle mask = replaced_mask.get() != nullptr ? replaced_mask.get() : bias.get();
   reject_kept_mask(mask);
   const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
-  const Attention arguments{q.get(),
-                            k.get(),
-                            v.get(),
-                            mask,
-                            box::to<double>(stack[op["dropout_p"]]),
-                            causal,
-                            box::to_optional_double(stack[op["scale"]])};
+  const AttentionArgs arguments{q.get(),
+                                k.get(),
+                                v.get(),
+                                mask,
+                                box::to<double>(stack[op["dropout_p"]]),
+                                causal,
+                                box::to_optional_double(stack[op["scale"]])};
   const ForwardCall call{arguments, effective_mode(), wants_grad(arguments),
                          replaced_mask.get() != nullptr ? metadata_to_fill(bias.get()) : nullptr,
                          wants_bias_grad(arguments)};

@@ -61,11 +61,11 @@ struct PrivateSymbols {
   ContextFlag flash = nullptr, overrideable = nullptr, math = nullptr, efficient = nullptr, deterministic = nullptr;
   TensorFlag requires_grad = nullptr;
   bool (*python_dispatch)(const void* tensor) = nullptr;
-  bool (*modes_set)(bool skip_infra_modes) = nullptr;
+  bool (*has_dispatch_mode)(bool skip_infra_modes) = nullptr;
   const std::shared_ptr<void>& (*tracing_state)() = nullptr;
   const std::stack<int>& (*saved_hooks)() = nullptr;  // the state begins with a stack; the element type does not matter
-  const void* nested_type = nullptr;
-  const void* plain_type = nullptr;
+  const void* nested_type_info = nullptr;
+  const void* tensor_impl_type_info = nullptr;
   int* log_level = nullptr;
   int (*graph_task)() = nullptr;
   void* (*evaluated_node)(void* returned) = nullptr;  // x86-64 passes the address of a returned object first
@@ -78,35 +78,36 @@ PrivateSymbols& private_symbols() {
   return instance;
 }
 
-TorchSymbols look_up() {
+// Return the public symbols, and fill `private_symbols()` with all further symbols. A missing symbol stays null.
+TorchSymbols look_up_all() {
   TorchSymbols symbols;
-  PrivateSymbols& f = private_symbols();
+  PrivateSymbols& hidden = private_symbols();
   void* cpu = in_process("libtorch_cpu.so");
   void* c10 = in_process("libc10.so");
   if (cpu == nullptr || c10 == nullptr) return symbols;
-  symbols.stub = dlsym(cpu, kStub);
+  symbols.choice_stub = dlsym(cpu, kStub);
   void** cpu_default = static_cast<void**>(dlsym(cpu, kSignature));
-  symbols.signature = cpu_default != nullptr;
+  symbols.has_expected_signature = cpu_default != nullptr;
   if (cpu_default != nullptr) symbols.cpu_default = *cpu_default;
-  if (auto context = reinterpret_cast<void* (*)()>(dlsym(cpu, kGlobalContext))) f.context = context();
-  f.flash = reinterpret_cast<ContextFlag>(dlsym(cpu, kFlashEnabled));
-  f.overrideable = reinterpret_cast<ContextFlag>(dlsym(cpu, kOverrideableEnabled));
-  f.math = reinterpret_cast<ContextFlag>(dlsym(cpu, kMathEnabled));
-  f.efficient = reinterpret_cast<ContextFlag>(dlsym(cpu, kEfficientEnabled));
-  f.deterministic = reinterpret_cast<ContextFlag>(dlsym(cpu, kDeterministic));
-  f.requires_grad = reinterpret_cast<TensorFlag>(dlsym(c10, kRequiresGrad));
-  f.python_dispatch = reinterpret_cast<bool (*)(const void*)>(dlsym(cpu, kPythonDispatch));
-  f.modes_set = reinterpret_cast<bool (*)(bool)>(dlsym(c10, kModesSet));
-  f.tracing_state = reinterpret_cast<const std::shared_ptr<void>& (*)()>(dlsym(cpu, kTracingState));
-  f.saved_hooks = reinterpret_cast<const std::stack<int>& (*)()>(dlsym(cpu, kSavedHooks));
-  f.nested_type = dlsym(cpu, kNestedType);
-  f.plain_type = dlsym(c10, kPlainType);
-  f.graph_task = reinterpret_cast<int (*)()>(dlsym(cpu, kGraphTask));
-  f.evaluated_node = reinterpret_cast<void* (*)(void*)>(dlsym(cpu, kEvaluatedNode));
-  f.sequence_number = reinterpret_cast<uint64_t (*)()>(dlsym(cpu, kSequenceNumber));
-  f.record_thread = reinterpret_cast<uint64_t (*)()>(dlsym(cpu, kRecordThread));
-  f.log_level = static_cast<int*>(dlsym(c10, kLogLevel));
-  if (void* python = in_process("libtorch_python.so")) symbols.wrap = dlsym(python, kWrap);
+  if (auto context = reinterpret_cast<void* (*)()>(dlsym(cpu, kGlobalContext))) hidden.context = context();
+  hidden.flash = reinterpret_cast<ContextFlag>(dlsym(cpu, kFlashEnabled));
+  hidden.overrideable = reinterpret_cast<ContextFlag>(dlsym(cpu, kOverrideableEnabled));
+  hidden.math = reinterpret_cast<ContextFlag>(dlsym(cpu, kMathEnabled));
+  hidden.efficient = reinterpret_cast<ContextFlag>(dlsym(cpu, kEfficientEnabled));
+  hidden.deterministic = reinterpret_cast<ContextFlag>(dlsym(cpu, kDeterministic));
+  hidden.requires_grad = reinterpret_cast<TensorFlag>(dlsym(c10, kRequiresGrad));
+  hidden.python_dispatch = reinterpret_cast<bool (*)(const void*)>(dlsym(cpu, kPythonDispatch));
+  hidden.has_dispatch_mode = reinterpret_cast<bool (*)(bool)>(dlsym(c10, kModesSet));
+  hidden.tracing_state = reinterpret_cast<const std::shared_ptr<void>& (*)()>(dlsym(cpu, kTracingState));
+  hidden.saved_hooks = reinterpret_cast<const std::stack<int>& (*)()>(dlsym(cpu, kSavedHooks));
+  hidden.nested_type_info = dlsym(cpu, kNestedType);
+  hidden.tensor_impl_type_info = dlsym(c10, kPlainType);
+  hidden.graph_task = reinterpret_cast<int (*)()>(dlsym(cpu, kGraphTask));
+  hidden.evaluated_node = reinterpret_cast<void* (*)(void*)>(dlsym(cpu, kEvaluatedNode));
+  hidden.sequence_number = reinterpret_cast<uint64_t (*)()>(dlsym(cpu, kSequenceNumber));
+  hidden.record_thread = reinterpret_cast<uint64_t (*)()>(dlsym(cpu, kRecordThread));
+  hidden.log_level = static_cast<int*>(dlsym(c10, kLogLevel));
+  if (void* python = in_process("libtorch_python.so")) symbols.wrap_in_python = dlsym(python, kWrap);
   return symbols;
 }
 
@@ -183,7 +184,7 @@ QuietShims::~QuietShims() {
 }
 
 const TorchSymbols& torch_symbols() {
-  static const TorchSymbols instance = look_up();
+  static const TorchSymbols instance = look_up_all();
   return instance;
 }
 
@@ -208,15 +209,17 @@ const void* type_of(AtenTensorHandle tensor) {
 
 }  // namespace
 
-bool TorchSymbols::nested(AtenTensorHandle tensor) const { return type_of(tensor) == private_symbols().nested_type; }
+bool TorchSymbols::nested(AtenTensorHandle tensor) const {
+  return type_of(tensor) == private_symbols().nested_type_info;
+}
 bool TorchSymbols::has_wrapper(AtenTensorHandle tensor) const {
-  return type_of(tensor) != private_symbols().plain_type;
+  return type_of(tensor) != private_symbols().tensor_impl_type_info;
 }
 
 bool TorchSymbols::python_dispatch(AtenTensorHandle tensor) const { return private_symbols().python_dispatch(tensor); }
 
-bool TorchSymbols::modes_set() const {
-  return private_symbols().modes_set == nullptr || private_symbols().modes_set(false);
+bool TorchSymbols::has_dispatch_mode() const {
+  return private_symbols().has_dispatch_mode == nullptr || private_symbols().has_dispatch_mode(false);
 }
 
 bool TorchSymbols::jit_traced() const {
@@ -244,7 +247,7 @@ void TorchSymbols::evaluated_node(void* returned) const { private_symbols().eval
 
 const char* TorchSymbols::first_missing_symbol() const {
   const PrivateSymbols& f = private_symbols();
-  const std::pair<const char*, bool> needed[] = {{kStub, stub != nullptr},
+  const std::pair<const char*, bool> needed[] = {{kStub, choice_stub != nullptr},
                                                  {kGlobalContext, f.context != nullptr},
                                                  {kFlashEnabled, f.flash != nullptr},
                                                  {kOverrideableEnabled, f.overrideable != nullptr},

@@ -14,11 +14,11 @@ namespace flashplug {
 using ChoiceFunction = int64_t (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, const std::optional<void*>*,
                                    double, bool, std::optional<double>, bool);
 struct TorchSymbols {
-  void* stub = nullptr;         // at::native::_fused_sdp_choice_stub
-  bool signature = false;       // the function type is the expected one
-  void* cpu_default = nullptr;  // stock's choice function for CPU tensors
-  void* wrap = nullptr;         // at::Tensor* -> its Python object
-  bool flash_enabled() const;   // torch.nn.attention.sdpa_kernel and the global switches
+  void* choice_stub = nullptr;          // at::native::_fused_sdp_choice_stub
+  bool has_expected_signature = false;  // the choice function has the expected type
+  void* cpu_default = nullptr;          // stock's choice function for CPU tensors
+  void* wrap_in_python = nullptr;       // at::Tensor* -> its Python object
+  bool flash_enabled() const;           // torch.nn.attention.sdpa_kernel and the global switches
   bool overrideable_enabled() const;
   bool math_enabled() const;
   bool efficient_enabled() const;
@@ -28,9 +28,9 @@ struct TorchSymbols {
   // Return true for a tensor wrapped by functorch, for example, which has no storage of its own.
   bool has_wrapper(AtenTensorHandle tensor) const;
   bool python_dispatch(AtenTensorHandle tensor) const;  // a FakeTensor or a different Python subclass: maybe traced
-  bool modes_set() const;    // a TorchDispatchMode is active, so the next op may be replaced; true if unknown
-  bool jit_traced() const;   // torch.jit.trace records the thread's calls
-  bool saved_hooks() const;  // the thread has hooks for tensors saved by autograd: save_on_cpu, checkpoint, ...
+  bool has_dispatch_mode() const;  // a TorchDispatchMode is active, so the next op may be replaced; true if unknown
+  bool jit_traced() const;         // torch.jit.trace records the thread's calls
+  bool saved_hooks() const;        // the thread has hooks for tensors saved by autograd: save_on_cpu, checkpoint, ...
   // Questions to the engine of autograd (block_mode.cpp). `can_read_nodes()`: whether the next four can be asked.
   // `graph_task()`: the running graph task of the thread; -1: none. `sequence_number()`: number of the thread's next
   // node. `record_thread()`: the thread's number, as stored in nodes. `evaluated_node()`: writes the node under

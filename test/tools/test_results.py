@@ -354,7 +354,10 @@ def test_deterministic_backward_equals_the_results():
 
     (h100, dims), (h200, h200_dims) = stock_speed_text("h100"), stock_speed_text("h200")
     assert (dims, h200_dims) == ({128, 256}, {64, 128, 256})
-    assert f"{default_speed_text(128)}, {default_speed_text(64)} and {default_speed_text(256)} of the speed without" in page
+    assert (
+        f"{default_speed_text(128)}, {default_speed_text(64)} and {default_speed_text(256)} of the speed without"
+        in page
+    )
     assert f"{h100} times the speed of stock's deterministic backward (D 128 and 256; H200, with D 64: {h200})" in page
 
 

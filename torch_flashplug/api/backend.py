@@ -22,7 +22,7 @@ from .. import env
 from ..deprecation import renamed_attribute
 from ..dispatch import bindings
 from ..ops.quantized_kv import QuantizedTensor, readable
-from ..ops.sdpa import never_a_frame
+from ..ops.sdpa import without_own_graph
 from ..registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
 from ..registry.architectures import BACKENDS, FAMILIES, KERNEL_BACKENDS
 from ..registry.dispatch_table import MAX_SPLITS
@@ -184,7 +184,7 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
         self.backend, self.num_splits, self.precision = backend, num_splits, precision
         self.mode = BACKENDS.index(backend) | num_splits << SPLITS_SHIFT | field << bindings.PRECISION_SHIFT
 
-    @never_a_frame
+    @without_own_graph
     def __enter__(self) -> sdpa_backend:
         if torch.compiler.is_compiling():
             torch.ops.torch_flashplug.force(self.mode)
@@ -192,7 +192,7 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
             _entered.blocks.append((bindings.set_mode(self.mode), tracing.cache_tag.push(f"|{self.mode}")))
         return self
 
-    @never_a_frame
+    @without_own_graph
     def __exit__(self, *exception: object) -> None:
         if torch.compiler.is_compiling():
             torch.ops.torch_flashplug.force(tracing.POP)

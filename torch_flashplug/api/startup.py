@@ -109,7 +109,7 @@ def _load_core() -> None:
     packs.register()
     callbacks.set_compile_callback(provide)
     callbacks.set_learn_callback(recomputation.run_probe)
-    callbacks.set_trace_callback(describe_call.sizes_of_traced, dtensor.local_part)
+    callbacks.set_trace_callback(describe_call.size_hints_of_traced, dtensor.local_part)
     plans = _plan_log.isEnabledFor(logging.DEBUG) or env.names_plugin_in_torch_logs()
     callbacks.set_log_callback(_plan_log.log, plans=plans)
 

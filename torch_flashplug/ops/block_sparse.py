@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import mask_preprocess_reference, reference
-from .sdpa import empty_gradients, empty_results, mathematics, never_a_frame, not_twice
+from .sdpa import empty_gradients, empty_results, mathematics, not_twice, without_own_graph
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _FORWARD = "Tensor query, Tensor key, Tensor value, Tensor mask_metadata, "
@@ -79,7 +79,7 @@ def _math_backward(  # noqa: PLR0913
     return reference.gradients(s, query, key, value, reference.BackwardInputs(grad_out, out, lse), visible)[:3]
 
 
-@never_a_frame
+@without_own_graph
 def _math_on_cpu(  # noqa: PLR0913
     query: Tensor,
     key: Tensor,

@@ -25,7 +25,7 @@ from .attention import (
     namespace,
 )
 from .quantized_kv import dequantized, multiplied_in
-from .sdpa import empty_in_layout_of, empty_results, held, never_a_frame
+from .sdpa import empty_in_layout_of, empty_results, held, without_own_graph
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -114,7 +114,7 @@ def _check(a: PagedForwardArgs) -> None:
 
 
 @held
-@never_a_frame
+@without_own_graph
 def _math(*args: Tensor | int | float | None) -> tuple[Tensor, Tensor]:
     """Compute paged_fwd by gathering all pages."""
     a = PagedForwardArgs.from_op(*args)

@@ -55,7 +55,7 @@ _library.define(
 namespace = torch.ops.torch_flashplug
 
 
-def never_a_frame(function: Callable) -> Callable:
+def without_own_graph(function: Callable) -> Callable:
     """Mark a function so that Dynamo compiles no separate graph when uncompiled code calls the function.
 
     Dynamo may still inline the function into a graph.
@@ -67,12 +67,12 @@ def never_a_frame(function: Callable) -> Callable:
 
 
 def held(function: Callable) -> Callable:
-    """Apply both `bindings.held` and `never_a_frame` to a function."""
-    return never_a_frame(bindings.held(function))
+    """Apply both `bindings.held` and `without_own_graph` to a function."""
+    return without_own_graph(bindings.held(function))
 
 
 def mathematics(function: Callable) -> Callable:
-    """Apply `held` and `never_a_frame` to a function, and disable autocast while the function runs.
+    """Apply `held` and `without_own_graph` to a function, and disable autocast while the function runs.
 
     Matrix products then have the dtype written in the code. With autocast around a call, the products would have 16
     bits, and so would the LSE.
@@ -86,8 +86,8 @@ def mathematics(function: Callable) -> Callable:
         with torch.autocast(device, enabled=False):
             return function(first, *more)
 
-    never_a_frame(function)
-    return held(never_a_frame(run))
+    without_own_graph(function)
+    return held(without_own_graph(run))
 
 
 class ForwardArgs(NamedTuple):

@@ -48,12 +48,14 @@ def decides_itself(*tensors: Tensor) -> bool:
     )
 
 
-def sizes_of_traced(
+def size_hints_of_traced(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
 ) -> tuple[tuple[int | None, ...], ...] | None:
-    """Return the sizes of 4-D operands that Python dispatches; the dispatcher calls this function.
+    """Return the sizes of query, key and value of a traced call, with hints for symbolic sizes.
 
-    A size that depends on data is None. The result is None if stock must serve the call.
+    The choice hook (src/hooks/sdp_choice.cpp) calls this function for 4-D operands, through the trace callback. A size
+    that depends on data is None. The result is None if an operand has a Python dispatch of its own, or if the mask is
+    unsupported. The callback then asks dtensor.local_part(), and stock serves the call if there is no answer.
     """
     if decides_itself(query, key, value) or (attn_mask is not None and _mask_is_stocks(query, key, attn_mask)):
         return None
@@ -199,7 +201,7 @@ def outside_dispatcher(
     questions are about plain facts: dims, devices, elements and the classes of tensors. The choice hook cannot answer
     them for explain(), for three reasons. explain() describes calls for any device, but the hook stops at tensors
     outside of a GPU. The hook stops at classes of calls without a measured entry, whose plan explain() shows. And the
-    hook itself asks Python about subclasses and about hints of symbolic sizes (sizes_of_traced()).
+    hook itself asks Python about subclasses and about hints of symbolic sizes (size_hints_of_traced()).
     """
     if not bindings.enabled():
         return "the plugin is disabled; call torch_flashplug.enable()"
@@ -347,7 +349,7 @@ def _is_wide(mask: Tensor, query: Tensor) -> bool:
 
 
 def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, kernel: str) -> str:
-    """Return a text that describes how a kernel reads a supported float mask.
+    """Return the text of `explain` on how a kernel reads a supported float mask.
 
     The rules are in src/operands/bias.cpp.
 
@@ -357,16 +359,16 @@ def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, kernel: str) -> str:
         mask: the float mask.
         kernel: name of the kernel.
     """
-    scores = (*hints(query.shape[:3]), *hints(key.shape[2:3]))
-    layout = hints(mask.shape), hints(mask.stride()), _address(mask), mask.element_size()
-    how, copy = bindings.bias_read(kernel, *layout, scores)
+    score_sizes = (*hints(query.shape[:3]), *hints(key.shape[2:3]))
+    mask_args = hints(mask.shape), hints(mask.stride()), _address(mask), mask.element_size()
+    how, copy_sizes = bindings.bias_read(kernel, *mask_args, score_sizes)  # "in place", "repeated" or "copied"
     dtype_and_shape = f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}, "
     if how == "in place":
         return f"{dtype_and_shape}read in place, without a copy"
     unit = 16 // mask.element_size()
-    num_bytes = math.prod(copy[:3]) * -(-copy[3] // unit) * 16
+    num_bytes = math.prod(copy_sizes[:3]) * -(-copy_sizes[3] // unit) * 16
     if how == "repeated":
-        why = f"the same for all queries, repeated to {copy[2]} rows"
+        why = f"the same for all queries, repeated to {copy_sizes[2]} rows"
     elif _address(mask) % 16:
         why = f"strides {list(mask.stride())}, address not a multiple of 16 bytes"
     else:

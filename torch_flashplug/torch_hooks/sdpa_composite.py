@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..dispatch import bindings
-from ..ops.sdpa import never_a_frame
+from ..ops.sdpa import without_own_graph
 from . import describe_call
 from .distributed import dtensor
 from .tracing import kept_mask
@@ -57,7 +57,7 @@ def installed() -> bool:
     return bool(_libraries)
 
 
-@never_a_frame
+@without_own_graph
 def _sdpa(
     query: Tensor,
     key: Tensor,
@@ -69,6 +69,7 @@ def _sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """Run F.scaled_dot_product_attention on the backend that `_backend` selects: stock, math or the kernels."""
     backend = _backend(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, scale)
     if backend == "stock":
         settings = {"scale": scale, "enable_gqa": enable_gqa}
@@ -78,9 +79,10 @@ def _sdpa(
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
         return _MATH(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool and describe_call.wants_grad(query, key, value):
-        # Stock keeps a copy of the mask, because the caller may change the mask before the backward. A graph keeps
-        # values, so a functional tensor needs no copy.
+        # The backward reads the mask, and the caller may change the mask before then. The op therefore gets a copy, as
+        # in stock. In a functionalized trace nothing can change the mask.
         attn_mask = attn_mask if isinstance(attn_mask, FunctionalTensor) else kept_mask(attn_mask)
+    # The op has no enable_gqa, because the shapes say whether heads are grouped.
     return _FUSED_OP(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
 
 

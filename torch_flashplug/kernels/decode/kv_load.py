@@ -87,11 +87,14 @@ class KvLoader:
         return OperandA.create(acc, element)
 
     def output_columns(self, output: cute.Tensor, row: int) -> list[tuple[Int32, list]]:
-        """Return the columns of an O row held by a thread.
+        """Return the columns of a row of results that the thread holds.
+
+        The product of the loader decides on the order of the columns. The decode kernel stores the values of each run
+        of columns as one vector, into the fp32 results of the thread's team in shared memory.
 
         Args:
-            output: O (2, columns).
-            row: 0 or 1.
+            output: the accumulator of the thread (2, columns).
+            row: 0 for the first row of the thread, 1 for the row eight below.
 
         Returns:
             A list of (first column, values of consecutive columns).

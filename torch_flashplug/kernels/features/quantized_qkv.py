@@ -69,28 +69,38 @@ class QuantizedQkv(KernelFeatures):
         B, Hq, Sq, _ = call.q.shape
         _, Hkv, Sk, _ = call.k.shape
         Dv, workspace = call.v.shape[3], QuantWorkspace(call.quant_workspace.iterator)
-        q, k = (workspace.allocate(Uint8, B, heads, S, self.spec.d) for heads, S in ((Hq, Sq), (Hkv, Sk)))
-        v = workspace.allocate(Uint8, B, Hkv, Dv, cute.round_up(Sk, len(KEY_ORDER))) if self.v_is_transposed else None
-        q_scale, row_shift = (workspace.allocate(Float32, B, Hq, Sq) for _ in range(2))
-        k_scale = workspace.allocate(Float32, B, Hkv, cute.ceil_div(Sk, self.spec.tile_n))
+        q, k = (workspace.next_tensor(Uint8, B, heads, S, self.spec.d) for heads, S in ((Hq, Sq), (Hkv, Sk)))
+        v = (
+            workspace.next_tensor(Uint8, B, Hkv, Dv, cute.round_up(Sk, len(KEY_ORDER)))
+            if self.v_is_transposed
+            else None
+        )
+        q_scale, row_shift = (workspace.next_tensor(Float32, B, Hq, Sq) for _ in range(2))
+        k_scale = workspace.next_tensor(Float32, B, Hkv, cute.ceil_div(Sk, self.spec.tile_n))
         v_scale, v_mean = (
-            workspace.allocate(Float32, B, Hkv, self.spec.dv) if self.v_is_transposed else None for _ in range(2)
+            workspace.next_tensor(Float32, B, Hkv, self.spec.dv) if self.v_is_transposed else None for _ in range(2)
         )
         return QuantizedOperands(q, k, v, q_scale, k_scale, v_scale, row_shift, v_mean)
 
 
 class QuantWorkspace:
-    """Allocator of tensors from the start of the workspace."""
+    """Consecutive tensors in the workspace, which the host has allocated.
+
+    The order of the calls of `next_tensor` is the order of src/operands/quant_workspace.cpp.
+    """
 
     def __init__(self, start: cute.Pointer):
         self.start, self.used_bytes = start.toint(), Int64(0)
 
-    def allocate(self, dtype: type[cutlass.Numeric], *shape: object) -> cute.Tensor:
-        """Return a packed tensor of a shape. Rows of 8-bit tensors are multiples of 16 bytes."""
+    def next_tensor(self, dtype: type[cutlass.Numeric], *shape: object) -> cute.Tensor:
+        """Return a packed tensor of a shape in the next part of the workspace.
+
+        The last size of 8-bit tensors must be a multiple of 16; nothing is padded.
+        """
         stride, strides = 1, []
         for size in reversed(shape):
             strides.insert(0, stride)
-            stride = stride * (Int64(size) if strides[1:] else size)
+            stride = stride * (Int64(size) if strides[1:] else size)  # 32 bits suffice for the stride of rows
             if dtype.width == 8:
                 stride = cute.assume(Int64(stride), divby=16)
         pointer = cute.make_ptr(dtype, self.start + self.used_bytes, cute.AddressSpace.gmem, assumed_align=16)

@@ -233,20 +233,23 @@ class BiasProducer(ScoreStage):
 
 @dataclass(frozen=True)
 class SlabBiasLoad(ScoreStage):
-    """Bias stage of sm_80 kernels: all threads load a block of all rows with cp.async, and warps read slabs."""
+    """Bias stage of sm_80 kernels: all threads load a block of all rows with cp.async, and warps read slabs.
+
+    The bias has 16 bits; DirectBias reads a bias in fp32.
+    """
 
     score_layout: SlabScoreLayout
     tile: sm80.SmemTile
     bias: cute.Tensor  # (B, Hq, Sq, Sk)
-    scale: Float32
-    matrices: sm80.LdmatrixView | None = None  # ldmatrix view of a slab
+    scale: Float32  # softmax scale
+    matrices: sm80.LdmatrixView | None = None  # ldmatrix view of a slab; `set_tile` sets the view
     applies_to_full_blocks = natural_units = True
 
     @classmethod
     def create(
         cls, smem: cutlass.memory.SmemAllocator, score_layout: SlabScoreLayout, config: BiasConfig
     ) -> SlabBiasLoad:
-        """Allocate the tile of a block in shared memory."""
+        """Return the stage with a tile of 16 bits (rows of a tile, columns of a block) in shared memory."""
         tile = sm80.SmemTile(Int32(0), score_layout.rows, score_layout.columns)
         assert score_layout.columns % tile.panel == 0, "block columns must be whole panels of shared memory"
         assert ROWS % score_layout.rows == 0, (

@@ -414,7 +414,15 @@ class DecodeSm90(KernelCall, kind="decode"):
 
     @cute.jit
     def write_row(self, start: cute.Pointer, output: cute.Tensor, r: int, Dv: Int32, narrow: cutlass.Constexpr[bool]):
-        """Write the thread's columns of row `r` in 16 bits (narrow) or in fp32."""
+        """Write the thread's columns of a row of results.
+
+        Args:
+            start: column 0 of the row in O, in the workspace or in shared memory.
+            output: the accumulator of the thread (2, dv / 4).
+            r: 0 for the first row of the thread, 1 for the row eight below.
+            Dv: number of columns of O. Columns of the tile beyond Dv are skipped.
+            narrow: True for 16 bits, False for fp32.
+        """
         column = cute.arch.lane_idx() % 4 * PAIR
         for c in cutlass.range_constexpr(0, self.dv // 4, PAIR):
             column_of_pair = column + fragments.column_of(c)
@@ -423,7 +431,7 @@ class DecodeSm90(KernelCall, kind="decode"):
                     pair = self.element.pack_pair(output[r, c], output[r, c + 1])
                     cute.arch.store(cute.recast_ptr(start + column_of_pair, dtype=Int32), pair)
                 else:
-                    both = cute.make_rmem_tensor((PAIR,), Float32)
-                    both[0], both[1] = output[r, c], output[r, c + 1]
+                    pair_values = cute.make_rmem_tensor((PAIR,), Float32)
+                    pair_values[0], pair_values[1] = output[r, c], output[r, c + 1]
                     target = cute.make_ptr(Float32, (start + column_of_pair).toint(), start.memspace, assumed_align=8)
-                    cute.autovec_copy(both, cute.make_tensor(target, cute.make_layout(PAIR)))
+                    cute.autovec_copy(pair_values, cute.make_tensor(target, cute.make_layout(PAIR)))

@@ -1,9 +1,9 @@
 """Context parallelism without a ring: ops torch_flashplug::gathered_fwd and gathered_bwd.
 
 context_parallel.use("gather"), called on all ranks, selects these ops. The ops gather keys and values of all ranks.
-Each chunk of a rank's rows is one call with all keys up to the chunk, causal to the bottom right. No merge is needed.
-Gradients of keys and values are summed by the reduce-scatter to the owner. A rank holds all keys and values of a
-layer meanwhile.
+Each chunk of a rank's rows is one call. With is_causal, the call sees the keys up to the end of the chunk, causal to
+the bottom right. Otherwise the call sees all keys. No merge is needed. Gradients of keys and values are summed by the
+reduce-scatter to the owner. A rank holds all keys and values of a layer meanwhile.
 """
 
 from __future__ import annotations
@@ -76,6 +76,9 @@ class _Chunks:
         return reference.like(torch.cat(scattered.unbind(0), dim=2), like)
 
 
+_NO_SINKS_NO_LENGTHS = (None,) * 4  # sinks, cu_seqlens_q, cu_seqlens_k and seqused_k of attention_fwd
+
+
 @contextlib.contextmanager
 def _mode_scope(mode: int) -> Iterator[None]:
     before = bindings.set_mode(mode)
@@ -90,8 +93,19 @@ def _window(is_causal: bool) -> attention.Window:
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, *setting_args: object) -> tuple[Tensor, Tensor]:
+    """Return the output and the LSE of the rows of this rank.
+
+    Args:
+        query: queries of this rank (B, Hq, S / W, D), where W is the number of ranks.
+        key: keys of this rank (B, Hkv, S / W, D).
+        value: values of this rank (B, Hkv, S / W, Dv).
+        setting_args: the fields of `Settings`.
+
+    Returns:
+        The output (B, Hq, S / W, Dv) in the layout of the query, and the LSE (B, Hq, S / W) in fp32.
+    """
     settings = Settings(*setting_args)
-    ring_attention.check_balance(settings)
+    ring_attention.check_balance_unchanged(settings)
     chunks = _Chunks(settings, query, key)
     keys, values = map(chunks.gather, (key, value))
     out = sdpa.empty_in_layout_of(query, (*query.shape[:3], value.shape[3]))
@@ -99,11 +113,11 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *setting_args: object) -
     with _mode_scope(settings.mode):
         for rows, visible in chunks.calls(query.shape[2], key.shape[2]):
             operands = query[:, :, rows], keys[:, :, visible], values[:, :, visible]
-            results = namespace.attention_fwd(
-                *operands, *(None,) * 4, *_window(settings.is_causal), 0.0, settings.scale
-            )
-            for total, part in zip((out, lse), results):
-                total[:, :, rows] = part
+            softcap = 0.0
+            op_settings = *_window(settings.is_causal), softcap, settings.scale
+            results = namespace.attention_fwd(*operands, *_NO_SINKS_NO_LENGTHS, *op_settings)
+            for result, result_of_chunk in zip((out, lse), results):
+                result[:, :, rows] = result_of_chunk
     return out, lse
 
 

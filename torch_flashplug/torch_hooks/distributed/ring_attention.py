@@ -162,7 +162,7 @@ def _cta_margin_for_collectives() -> Iterator[None]:
         bindings.set_cta_margin(before)
 
 
-def check_balance(settings: Settings) -> None:
+def check_balance_unchanged(settings: Settings) -> None:
     """Check that the load balance of a forward graph equals torch's current load balance.
 
     A graph keeps the load balance of the compilation. The rows are distributed by torch's current option. A backward
@@ -181,7 +181,7 @@ def check_balance(settings: Settings) -> None:
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, *setting_args: object) -> tuple[Tensor, Tensor]:
     settings = Settings(*setting_args)
-    check_balance(settings)
+    check_balance_unchanged(settings)
     ring, out, lse = _Ring(settings, query, key), None, None
     with _cta_margin_for_collectives():
         for _, slices, k, v in ring.steps(key, value):
@@ -243,7 +243,7 @@ def register(name: str, forward: Callable, backward: Callable, library: torch.li
     for op, function, fake in (
         (f"{name}_fwd", forward, sdpa.empty_results), (f"{name}_bwd", backward, sdpa.empty_gradients)
     ):  # fmt: skip
-        library.impl(op, sdpa.never_a_frame(function), "CompositeExplicitAutograd")
+        library.impl(op, sdpa.without_own_graph(function), "CompositeExplicitAutograd")
         torch.library.register_fake(f"torch_flashplug::{op}", fake, lib=library)
 
 
