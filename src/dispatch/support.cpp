@@ -73,17 +73,21 @@ void add_class_reasons(const CallFacts& p, const DeviceFacts& device, const Tabl
   if ((p.needs & kDropout) != 0 && !(p.dropout_p > 0.0 && p.dropout_p <= 1.0)) out->add(Why::kProbability);
 }
 
-void add_alignment_reasons(const CallFacts& p, Collector* out) {
+// A head dim above the limit of all kernels is no reason here: the caller adds the limit, which padding cannot help.
+void add_alignment_reasons(const CallFacts& p, const Tables& tables, Collector* out) {
   const int64_t dims[kNumOperands] = {p.D, p.D, p.Dv};
   for (int i = 0; i < kNumOperands; ++i) {
     const int64_t step = unit_elements(p.dtype[i]);
     const bool is_reported = i == 1 && step == unit_elements(p.dtype[0]);  // already reported for the query
-    if (dims[i] % step != 0 && !is_reported) out->add(Why::kHeadDimStep, dims[i], step, i);
+    const bool too_wide = dims[i] > tables.layout.max_head_dim;
+    if (dims[i] % step != 0 && !too_wide && !is_reported) out->add(Why::kHeadDimStep, dims[i], step, i);
   }
   for (int i = 0; i < kNumOperands; ++i) {
     const Layout& layout = p.layout[i];
     if (layout.last_stride != 1) out->add(Why::kLastStride, layout.last_stride, 1, i);
-    if (layout.align_bytes < kUnitBytes) out->add(Why::kAlignment, layout.align_bytes, kUnitBytes, i);
+    // Rows of such a head dim are not aligned either; the head dim is the reason.
+    const bool aligned_dim = dims[i] % unit_elements(p.dtype[i]) == 0;
+    if (layout.align_bytes < kUnitBytes && aligned_dim) out->add(Why::kAlignment, layout.align_bytes, kUnitBytes, i);
   }
 }
 
@@ -204,7 +208,7 @@ int unsupported(const CallFacts& original, const DeviceFacts& device, const Tabl
   const DeviceFacts holder = runs_on(tables.families[family], device.cc) ? device : DeviceFacts{};
   HeadDims most = largest_head_dims(p, family, !aligned, holder, tables);
   if (!aligned && most.d == 0) {  // the family has no element-wise kernel
-    add_alignment_reasons(p, &out);
+    add_alignment_reasons(p, tables, &out);
     most = largest_head_dims(p, family, false, holder, tables);
   }
   if (most.d == 0) out.add(Why::kNoKernel);

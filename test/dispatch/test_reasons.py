@@ -177,3 +177,13 @@ def test_causal_call_with_unequal_lengths_has_a_note_on_the_alignment() -> None:
     ]
     assert notes[0].startswith("is_causal aligns the mask to the top left") and "Sq 1, Sk 512" in notes[0]
     assert "causal_lower_right(Sq, Sk)" in notes[1] and notes[2:] == ["", ""]
+
+
+def test_head_dim_above_the_limit_is_the_only_reason() -> None:
+    """Neither padding nor a copy helps, so neither is the remedy."""
+    reasons = bindings.plan(PLAIN | {"D": 300, "Dv": 300} | {f"align_{x}": 8 for x in "qkv"}, DEVICES["h100"])[
+        "reasons"
+    ]
+    for text in (reasons["fa3"], reasons["fa2"]):
+        assert text.count("has head dim 300, but the kernels take at most 256") == 2
+        assert "multiples" not in text and "aligned" not in text

@@ -159,6 +159,11 @@ def check_rank(name: str, x: object, rank: int, rule: str, function: str = "atte
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check q, k and v of shape (batch, length, heads, head dim)."""
+    if isinstance(q, Tensor) and q.dim() == 3:
+        raise TypeError(
+            "attention: q must be a tensor of shape (batch, length, heads, head dim), but got 3-D. "
+            "Pass cu_seqlens_q for packed sequences, or add a batch dim."
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rank(name, x, 4, "a tensor of shape (batch, length, heads, head dim)")
     check_fit(q, k, v, (*q.shape,), (*k.shape,), (*v.shape,))
