@@ -155,8 +155,9 @@ struct Range {
 };
 std::array<Range, 6> ranges_of(const ChoiceRow& row, const CallFacts& p, const KernelRow& kernel,
                                int64_t forward_tiles);
-// Return the row with the fewest missed ranges among the rows of the call's class that serve; -1 if no row serves.
-int nearest_choice_row(const CallFacts& p, const KernelRow& kernel, int64_t tiles, const Tables& tables);
+// For reasons of explain: return the row with the fewest missed ranges among the rows of the call's class that serve,
+// the first of equals; -1 if no row serves.
+int nearest_serving_row(const CallFacts& p, const KernelRow& kernel, int64_t tiles, const Tables& tables);
 int find_split_backward_row(const CallFacts& p, const KernelRow& fused,
                             const Tables& tables);  // row of kind `kSplitBwd`
 Reason slower_reason(const Plan& plan, const Tables& tables);

@@ -95,7 +95,7 @@ std::string combination_reason(int64_t needs, const Tables& tables) {
 std::string unmeasured_reason(int kernel_row, int64_t tiles, const CallFacts& p, const DeviceFacts& device,
                               const Tables& tables) {
   const KernelRow& kernel = tables.kernels[kernel_row];
-  const int nearest = nearest_choice_row(p, kernel, tiles, tables);
+  const int nearest = nearest_serving_row(p, kernel, tiles, tables);
   std::string missed;
   if (nearest >= 0) {
     for (const Range& range : ranges_of(tables.choices[nearest], p, kernel, tiles)) {

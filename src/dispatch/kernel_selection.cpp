@@ -203,7 +203,7 @@ std::array<Range, 6> ranges_of(const ChoiceRow& row, const CallFacts& original, 
            {"rows of a tile", kernel.tile_m, tile_m, tile_m}}};
 }
 
-int nearest_choice_row(const CallFacts& p, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
+int nearest_serving_row(const CallFacts& p, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
   int nearest = -1;
   int64_t fewest = 0;
   for (size_t i = 0; i < tables.choices.size(); ++i) {

@@ -98,19 +98,20 @@ std::string decision_text(const VarlenCall& call, const VarlenDecision& decision
 }  // namespace
 
 VarlenKernel stock_varlen_kernel(const VarlenCall& call, int cc) {
-  const bool has_cudnn = cc / 10 == 9 || cc / 10 == 10;  // torch considers cuDNN on these GPUs
+  const bool considers_cudnn = cc / 10 == 9 || cc / 10 == 10;  // GPUs for which torch considers cuDNN
   switch (static_cast<VarlenRule>(call.rule)) {
     case VarlenRule::kFlash:
       return kVarlenFlash;
     case VarlenRule::kShapes:
-      return has_cudnn && fits_cudnn(call) ? kVarlenCudnn : kVarlenFlash;
+      return considers_cudnn && fits_cudnn(call) ? kVarlenCudnn : kVarlenFlash;
     case VarlenRule::kArgument:
-      if (call.backend < 0) return has_cudnn && may_run_cudnn(call) ? kVarlenCudnn : kVarlenFlash;
+      // A negative backend: the call names none.
+      if (call.backend < 0) return considers_cudnn && may_run_cudnn(call) ? kVarlenCudnn : kVarlenFlash;
       return call.backend == kChoiceFlash ? kVarlenFlash : kVarlenCudnn;
     case VarlenRule::kUnknown:
       break;
   }
-  return kVarlenCudnn;
+  return kVarlenCudnn;  // the faster kernel, so that auto mode takes no call of an unknown torch
 }
 
 bool flash_is_measured(int cc, const Tables& tables) {

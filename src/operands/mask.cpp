@@ -265,7 +265,7 @@ AtenTensorHandle metadata_to_fill(AtenTensorHandle replacement) {
   return is_mask_metadata(replacement) && numbers > 0 ? replacement : nullptr;
 }
 
-void reject_kept_mask(AtenTensorHandle mask) {
+void reject_internal_mask(AtenTensorHandle mask) {
   if (mask != nullptr && is_kept(mask))
     throw std::runtime_error(
         std::string("torch_flashplug: attn_mask must be bool, float32 or of the query's dtype, but got ") +

@@ -96,7 +96,7 @@ TensorHandle restore_mask(AtenTensorHandle replacement);
 // `replacement` is a copy.
 AtenTensorHandle metadata_to_fill(AtenTensorHandle replacement);
 // Throw if a caller passes a kept tensor as a mask.
-void reject_kept_mask(AtenTensorHandle mask);
+void reject_internal_mask(AtenTensorHandle mask);
 // Mask arguments of a kernel: a mask to preprocess and a place for the metadata, or an empty mask and earlier metadata.
 struct MaskArgs {
   TensorHandle mask;      // (B or 1, Hq or 1, Sq, Sk), stride 0 in broadcast dims; or without elements

@@ -75,7 +75,7 @@ void quantized_kv_forward(StableIValue* stack, uint64_t, uint64_t) {
                      v = box::to_tensor(stack[op["value"]]), k_scale = box::to_tensor(stack[op["k_scale"]]),
                      v_scale = box::to_tensor(stack[op["v_scale"]]),
                      mask = box::to_optional_tensor(stack[op["attn_mask"]]);
-  reject_kept_mask(mask.get());
+  reject_internal_mask(mask.get());
   ForwardCall call{{q.get(), k.get(), v.get(), mask.get()}, {}};
   call.scale = box::to_optional_double(stack[op["scale"]]);
   call.k_scale = k_scale.get(), call.v_scale = v_scale.get();
@@ -124,7 +124,7 @@ void check_settings(const ForwardCall& call) {
                              std::to_string(tables().layout.split_unit));
 }
 
-// Read the settings of attention_fwd, attention_bwd and paged_fwd, beside tensors.
+// Read the `kSettings` of an op with settings of attention() into the call. Throw for settings that no op takes.
 template <const Schema& op>
 void read_settings(StableIValue* stack, ForwardCall* call) {
   call->window.emplace();
@@ -134,7 +134,7 @@ void read_settings(StableIValue* stack, ForwardCall* call) {
     value = box::to<std::remove_reference_t<decltype(value)>>(stack[op[setting.name()]]);
   });
   check_settings(*call);
-  // No sequence has twice as many keys, and kernels count in 32 bits.
+  // Kernels count in 32 bits. No sequence has twice as many keys as the limit, so a larger size makes no other splits.
   call->fixed_split_size = std::min(call->fixed_split_size, tables().layout.max_total_rows);
 }
 

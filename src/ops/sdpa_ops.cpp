@@ -239,9 +239,10 @@ void sdpa_op_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kOverrideableForward;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), bias = box::to_optional_tensor(stack[op["attn_bias"]]);
-  const TensorHandle replaced_mask = bias.defined() ? restore_mask(bias.get()) : TensorHandle();
-  const AtenTensorHandle mask = replaced_mask.get() != nullptr ? replaced_mask.get() : bias.get();
-  reject_kept_mask(mask);
+  // The choice hook has put mask metadata, or a copy, in place of a bool mask.
+  const TensorHandle original_mask = bias.defined() ? restore_mask(bias.get()) : TensorHandle();
+  const AtenTensorHandle mask = original_mask.get() != nullptr ? original_mask.get() : bias.get();
+  reject_internal_mask(mask);
   const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
   const AttentionArgs arguments{q.get(),
                                 k.get(),
@@ -251,7 +252,7 @@ void sdpa_op_forward(StableIValue* stack, uint64_t, uint64_t) {
                                 causal,
                                 box::to_optional_double(stack[op["scale"]])};
   const ForwardCall call{arguments, effective_mode(), wants_grad(arguments),
-                         replaced_mask.get() != nullptr ? metadata_to_fill(bias.get()) : nullptr,
+                         original_mask.get() != nullptr ? metadata_to_fill(bias.get()) : nullptr,
                          wants_bias_grad(arguments)};
   ForwardResult result = forward(call);
   int64_t rows = 0, keys = 0;
@@ -312,7 +313,7 @@ void attention_op_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kOwnForward;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_bias"]]);
-  reject_kept_mask(mask.get());
+  reject_internal_mask(mask.get());
   const Causal causal = own_op_causal(box::to<int64_t>(stack[op["causal_mode"]]), mask.get());
   const ForwardCall call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
                           box::to_optional_double(stack[op["scale"]])},
@@ -335,7 +336,7 @@ void attention_op_backward(StableIValue* stack, uint64_t, uint64_t) {
   const TensorHandle mask = box::to_optional_tensor(stack[op["attn_bias"]]), out = box::to_tensor(stack[op["out"]]),
                      lse = box::to_tensor(stack[op["lse"]]);
   const TensorHandle seed = box::to_tensor(stack[op["seed"]]), offset = box::to_tensor(stack[op["offset"]]);
-  reject_kept_mask(mask.get());
+  reject_internal_mask(mask.get());
   const Causal causal = own_op_causal(box::to<int64_t>(stack[op["causal_mode"]]), mask.get());
   const ForwardCall forward_call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]),
                                   causal, box::to_optional_double(stack[op["scale"]])},

@@ -78,7 +78,7 @@ def reference_masking(spec: KernelSpec, case: Case, bias: Tensor) -> Masking:
     if "dropout" not in spec.features:
         return Masking(bias=bias)
     kept_scores = dropout_reference.dropout_mask(torch.tensor(SEED), case.B, case.Hq, case.Sq, case.Sk, DROPOUT_P)
-    return Masking(bias=bias, kept=kept_scores, kept_share=dropout_reference.share_of(DROPOUT_P))
+    return Masking(bias=bias, kept=kept_scores, kept_share=dropout_reference.keep_probability(DROPOUT_P))
 
 
 class Direct:

@@ -243,7 +243,9 @@ def test_every_backward_keeps_the_scores_of_its_forward(kernels_on: str, spec: K
 
 def reference_masking(case: Case, p: float, mask: Tensor | None, device: str) -> Masking:
     kept_scores = bits_of(next_seed(device), case.B, case.Hq, case.Sq, case.Sk, p)
-    return Masking(int(case.causal), bias=mask, kept=kept_scores, kept_share=dropout_reference.share_of(p) or 1.0)
+    return Masking(
+        int(case.causal), bias=mask, kept=kept_scores, kept_share=dropout_reference.keep_probability(p) or 1.0
+    )
 
 
 def rounded_outputs(case: Case, inputs: Inputs, out: Tensor) -> dict[str, float]:

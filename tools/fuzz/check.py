@@ -77,7 +77,7 @@ def our_dropout_mask(tensors: CallTensors) -> Tensor:
 def answer(tensors: CallTensors, kept: Tensor | None = None) -> Answers:
     """Return the right answers of a call. For calls with dropout, `kept` selects the probabilities to keep."""
     call, qkv = tensors.call, (tensors.q, tensors.k, tensors.v)
-    kept_share = dropout_reference.share_of(call.dropout) or 1.0
+    kept_share = dropout_reference.keep_probability(call.dropout) or 1.0
     mask = Masking(int(call.causal), tensors.mask, kept=kept, kept_share=kept_share)
     rule = {"scale": call.scale, "mask": mask}
     results = []

@@ -11,9 +11,10 @@ from torch.autograd import forward_ad
 from ..ops.attention import AttentionParams, Window
 from ..ops.quantized_kv import FORMATS, IN_WORDS, multiplied_in
 from ..registry.dispatch_table import COST_MODEL, HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_SPLITS, SPLIT_UNIT
+from ..registry.dtypes import DTYPE_INFO, ELEMENTS_16BIT
 from ..torch_hooks import describe_call, tracing
 
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+SIXTEEN_BITS = tuple(getattr(torch, DTYPE_INFO[name].torch_name) for name in ELEMENTS_16BIT)
 _LARGEST = torch.finfo(torch.float32).max
 _SCALE_TYPES = (float, int, torch.SymFloat, torch.SymInt, Tensor, numbers.Real)  # NumPy scalars are Real
 _CAUSAL = (False, True, "bottom_right", "top_left")

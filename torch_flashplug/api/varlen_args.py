@@ -16,7 +16,13 @@ Lengths = tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens_q, cu
 
 
 def check_varlen(operands: tuple[Tensor, Tensor, Tensor], lengths: Lengths) -> bool:
-    """Check packed operands and their lengths; return True if k and v have 8 bits."""
+    """Check packed operands and their lengths; return True if k and v have 8 bits. No length is read.
+
+    Raises:
+        TypeError: an operand is no 3-D tensor.
+        ValueError: lengths, dtypes, devices or sizes do not fit.
+        RuntimeError: forward-mode derivatives are computed.
+    """
     for name, x in zip("qkv", operands, strict=True):
         check_rank(name, x, 3, "a tensor of shape (tokens, heads, head dim) with cu_seqlens_q")
     q, (cu_seqlens_q, cu_seqlens_k, seqused_k) = operands[0], lengths
@@ -36,7 +42,7 @@ def check_varlen(operands: tuple[Tensor, Tensor, Tensor], lengths: Lengths) -> b
         )
     is_quantized = check_dtypes(*operands)
     refuse_forward_mode()
-    check_fit(*operands, *((1, *x.shape) for x in operands))
+    check_fit(*operands, *((1, *x.shape) for x in operands))  # the tokens are the length of a batch of 1
     return is_quantized
 
 

@@ -35,12 +35,16 @@ HALF_OF_FP16 = 2.0**15  # half of the largest numbers of fp16
 namespace = torch.ops.torch_flashplug
 
 
-def _scores(
+def _scores_and_mask(
     query: Tensor, key: Tensor, value: Tensor, mask_metadata: Tensor, scale: float | None
 ) -> tuple[reference.Scores, Tensor]:
-    """Return the masked scores, and the mask as bool (B or 1, Hq or 1, Sq, Sk), True for visible scores.
+    """Return the scores with -inf where hidden, and the bool mask (B or 1, Hq or 1, Sq, Sk), True for visible scores.
 
-    Matrix products need the mask, too: rows and keys of unlisted blocks may hold NaN, and kernels never read these.
+    Matrix products need the mask, too: rows and keys of unlisted blocks may hold NaN, which must not reach visible
+    rows.
+
+    Raises:
+        RuntimeError: the metadata belong to a different call.
     """
     check(query, key, mask_metadata)
     visible = mask_preprocess_reference.visible_scores(mask_metadata, query.shape[2], key.shape[2])
@@ -64,7 +68,7 @@ def check(query: Tensor, key: Tensor, mask_metadata: Tensor) -> None:
 def _math_forward(
     query: Tensor, key: Tensor, value: Tensor, mask_metadata: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    s, visible = _scores(query, key, value, mask_metadata, scale)
+    s, visible = _scores_and_mask(query, key, value, mask_metadata, scale)
     probabilities, lse = s.softmax()
     out, _ = empty_results(query, key, value)
     return out.copy_(reference.product_of_visible(probabilities, s.value, visible)), lse
@@ -75,7 +79,7 @@ def _math_backward(  # noqa: PLR0913
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask_metadata: Tensor, out: Tensor, lse: Tensor,
     scale: float | None, mode: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    s, visible = _scores(query, key, value, mask_metadata, scale)
+    s, visible = _scores_and_mask(query, key, value, mask_metadata, scale)
     return reference.gradients(s, query, key, value, reference.BackwardInputs(grad_out, out, lse), visible)[:3]
 
 

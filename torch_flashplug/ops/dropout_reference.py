@@ -20,35 +20,39 @@ ALL = (1 << BITS) - 1
 ROWS, KEYS = 16, 16
 
 
-def share_of(dropout_p: float) -> float:
+def keep_probability(dropout_p: float) -> float:
     """Return the share of kept scores, 1 - p, in fp32, because kernels derive everything from the fp32 probability."""
     return ctypes.c_float(1.0 - ctypes.c_float(dropout_p).value).value
 
 
 def factor(dropout_p: float) -> float:
     """Return the factor of kept probabilities, 1 / (1 - p), or 0.0 if nothing is kept."""
-    share = share_of(dropout_p)
-    return ctypes.c_float(1.0 / share).value if share > 0.0 else 0.0
+    kept = keep_probability(dropout_p)
+    return ctypes.c_float(1.0 / kept).value if kept > 0.0 else 0.0
 
 
 def threshold(dropout_p: float) -> tuple[int, int]:
     """Return the threshold of kept draws: the integer part in units of 1/256, and the remainder in units of 2^-32."""
-    scaled = share_of(dropout_p) * (1 << DIGITS)
+    scaled = keep_probability(dropout_p) * (1 << DIGITS)
     integer_part = min(int(scaled), (1 << DIGITS) - 1)
     return integer_part, int(min((scaled - integer_part) * 2.0**BITS, 2.0**BITS - 2.0**8))
 
 
 def dropout_mask(seed: Tensor, B: int, Hq: int, Sq: int, Sk: int, dropout_p: float) -> Tensor:
-    """Return the dropout mask (B, Hq, Sq, Sk) for a seed (int64, one number): bool, True for kept probabilities."""
+    """Return the dropout mask (B, Hq, Sq, Sk) for a seed (int64, one number): bool, True for kept probabilities.
+
+    The reference math uses the mask, and the op `dropout_mask` returns the mask to tests.
+    """
     device = seed.device
-    heads, rows, keys = B * Hq, -(-Sq // ROWS), -(-Sk // KEYS)
-    head = torch.arange(heads, device=device).view(-1, 1, 1)
-    pair = torch.arange(rows * ROWS // 2, device=device).view(-1, 1)  # index of a pair of rows: 8 I + g
-    words = _words(seed.reshape(()), head, pair, torch.arange(keys, device=device), *threshold(dropout_p))
+    planes, row_groups, key_groups = B * Hq, -(-Sq // ROWS), -(-Sk // KEYS)
+    head = torch.arange(planes, device=device).view(-1, 1, 1)
+    # The letters are those of kernels/score_stages/dropout.py. 8 I + g is the index of a pair of rows.
+    pair = torch.arange(row_groups * ROWS // 2, device=device).view(-1, 1)
+    words = _words(seed.reshape(()), head, pair, torch.arange(key_groups, device=device), *threshold(dropout_p))
     # Bit 8 t + 4 h + 2 half + e of word (8 I + g, J) is row 16 I + 8 h + g and key 16 J + 8 half + 2 t + e.
     bits = (words.unsqueeze(-1) >> torch.arange(BITS, device=device) & 1).bool()
-    places = bits.view(heads, rows, 8, keys, 4, 2, 2, 2).permute(0, 1, 5, 2, 3, 6, 4, 7)
-    return places.reshape(B, Hq, rows * ROWS, keys * KEYS)[..., :Sq, :Sk].contiguous()
+    places = bits.view(planes, row_groups, 8, key_groups, 4, 2, 2, 2).permute(0, 1, 5, 2, 3, 6, 4, 7)
+    return places.reshape(B, Hq, row_groups * ROWS, key_groups * KEYS)[..., :Sq, :Sk].contiguous()
 
 
 def _words(seed: Tensor, head: Tensor, pair: Tensor, keys: Tensor, integer_part: int, remainder: int) -> Tensor:

@@ -61,7 +61,7 @@ def wrong_in(case: Case, inputs: Inputs, mask: Tensor | None, out: Tensor, seed:
     few = Inputs(*(tensor[:1, :1] for tensor in (*inputs, inputs.grad_out)))
     kept = torch.ops.torch_flashplug.dropout_mask(seed, 1, 1, case.Sq, case.Sk, P)
     visible = None if mask is None else mask[:1, :1]
-    rule = Masking(int(case.causal), visible, kept=kept, kept_share=dropout_reference.share_of(P))
+    rule = Masking(int(case.causal), visible, kept=kept, kept_share=dropout_reference.keep_probability(P))
     errors = measure_error(out[:1, :1], oracle(case, few, rule).out, plain(case, few, rule).out)
     return None if errors.ok else str(errors)
 

@@ -105,12 +105,12 @@ class KvStages:
 
     @cute.jit
     def wait_for_oldest(self, everyone: cutlass.Constexpr[bool] = False):
-        """Wait until the oldest load is visible to the team, or to all threads.
+        """Wait until the oldest load in flight (K or V of a block) is visible to the team, or to all threads.
 
         Afterwards the stage that was read before the call may be overwritten: the team no longer reads the stage.
         """
-        cute.arch.cp_async_wait_group(2 * self.stages - 2)
-        if cutlass.const_expr(everyone or self.copier.threads > WARP):
+        cute.arch.cp_async_wait_group(2 * self.stages - 2)  # of 2 * stages - 1 loads in flight, see `load`
+        if cutlass.const_expr(everyone or self.copier.threads > WARP):  # a team of several warps is the whole CTA
             cute.arch.sync_threads()
         else:
             cute.arch.sync_warp()

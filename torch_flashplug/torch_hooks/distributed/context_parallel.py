@@ -110,22 +110,25 @@ def _wrap(x: Tensor | None, like: Tensor, placements: tuple | None = None) -> Te
     return type(like).from_local(x, like.device_mesh, placements or like.placements, run_check=False)
 
 
-def _check(query: Tensor, *key_value: Tensor) -> bool:
-    """Return whether rows are sharded; else check that the part of each rank is a separate call.
+def _needs_ring(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return True if all operands are sharded over rows, False if the part of each rank is a call of its own.
+
+    The parts are calls of their own if the operands have equal placements: replicated, or sharded over batch or heads.
 
     Raises:
         RuntimeError: the placements of the operands are mixed or unsupported.
     """
-    operands = (query, *key_value)
+    operands = (query, key, value)
     if _are_sharded_over_rows(*operands):
         return True
-    have_equal_placements = all(x.placements == query.placements for x in key_value)
+    have_equal_placements = all(x.placements == query.placements for x in (key, value))
     if have_equal_placements and all(p.is_replicate() or p.is_shard(0) or p.is_shard(1) for p in query.placements):
         return False
     placed = ", ".join(str(list(x.placements)) for x in operands)
     raise RuntimeError(
-        "torch_flashplug: all operands in a context_parallel block must be sharded over rows, [Shard(2)] on a mesh of "
-        f"one dim, or none of the operands, but got {placed}. With tensor parallelism, call .to_local() first."
+        "torch_flashplug: all operands in a context_parallel block must have equal placements: [Shard(2)] on a mesh of "
+        f"one dim, or only Replicate(), Shard(0) and Shard(1), but got {placed}. For [Shard(2)] on a mesh of several "
+        "dims, call .to_local() first."
     )
 
 
@@ -189,7 +192,7 @@ def _forward(op: object, args: tuple, kwargs: dict) -> tuple:
     named_args = _DEFAULTS | dict(zip(_NAMES, args)) | kwargs
     query, key, value, bias, dropout_p, is_causal = (named_args[name] for name in _NAMES)
     scale, local = named_args["scale"], tuple(map(_local, (query, key, value)))
-    if not _check(query, key, value):
+    if not _needs_ring(query, key, value):
         op_args = (*local, _local(bias), dropout_p, is_causal, False)
         out, lse, _, _, max_q, max_k, *seeds, _ = _FORWARD(*op_args, scale=scale)
     elif bias is not None or dropout_p:
@@ -219,7 +222,7 @@ def _backward(op: object, args: tuple, kwargs: dict) -> tuple:
         grad = grad.redistribute(query.device_mesh, query.placements)
     local = tuple(map(_local, (grad, query, key, value)))
     forward_results = tuple(map(_local, (out, lse)))
-    if _check(query, key, value):
+    if _needs_ring(query, key, value):
         grads = _METHODS[_method][1](*local, *forward_results, *_settings(query, is_causal, scale, max_q, bool(max_k)))
         return (*(_wrap(x, query) for x in grads), None)
     op_args = (
