@@ -22,10 +22,12 @@ struct FamilyRow {
   const char* gpus;            // GPUs that run the kernels, in words
   int32_t arch;                // compute capability of the kernels: 90 is 9.0
   int32_t runs_on_later_gpus;  // nonzero: every later GPU runs them, too; 0: only the exact capability
+  int32_t measured_cc;         // compute capability of the GPUs of the measured rows; 0: none
 };
 inline bool runs_on(const FamilyRow& family, int cc) {
   return family.runs_on_later_gpus != 0 ? cc >= family.arch : cc == family.arch;
 }
+inline bool is_measured(const FamilyRow& family, int cc) { return family.measured_cc == cc; }
 constexpr int kMaxFamilies = 4;
 
 enum Kind : int32_t { kFwd, kBwd, kDeterministicBwd, kSplitBwd, kDecode, kDBias, kTileBwd };  // KINDS of kernel_spec.py
@@ -272,7 +274,6 @@ constexpr int kMaxInCluster = 8;
 // Cost model: measured properties of the machine and of the kernels, and limits of decode calls (COST_MODEL of
 // dispatch_table.py).
 struct CostModelRow {
-  int64_t measured_cc;      // compute capability of the GPUs in choice rows
   int64_t max_decode_rows;  // maximal Sq * G of a decode call
   int64_t max_packed_rows;  // maximal Sq * G of a call with packed rows, if the decode kernel is faster
   int64_t min_rows_saved;   // minimal saving of tiles of a backward that share query heads, in consecutive query rows

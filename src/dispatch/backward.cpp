@@ -130,10 +130,11 @@ BackwardPlan plan_backward(const CallFacts& original, const DeviceFacts& device,
   if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
   const CallFacts p = after_copies(original, tables);
   const BackwardPlan plan = attempt_all(p, device, tables, std::max(mode.family(), 0), wanted_grads);
-  const bool unmeasured = mode.backend() == Backend::kAuto && device.cc != tables.cost_model.measured_cc;
-  if (!plan.ours() || !unmeasured || !stock_efficient_supports(p)) return plan;
+  if (!plan.ours() || mode.backend() != Backend::kAuto || !stock_efficient_supports(p)) return plan;
   const int row = std::max(plan.kernel_row, plan.bias_row);  // both rows have the same family
-  return refused(Reason{Why::kUnmeasuredDevice, device.cc, tables.kernels[row].family});
+  const int family = tables.kernels[row].family;
+  if (is_measured(tables.families[family], device.cc)) return plan;
+  return refused(Reason{Why::kUnmeasuredDevice, device.cc, family});
 }
 
 }  // namespace flashplug

@@ -69,7 +69,7 @@ Reason unwanted(const CallFacts& p, const CallFacts& original, const DeviceFacts
                 const Tables& tables, Plan* plan) {
   const KernelRow& kernel = tables.kernels[plan->kernel_row];
   const bool measured = mode.backend() == Backend::kAuto;
-  if (measured && device.cc != tables.cost_model.measured_cc)
+  if (measured && !is_measured(tables.families[kernel.family], device.cc))
     return Reason{Why::kUnmeasuredDevice, device.cc, kernel.family};
   if (measured) plan->stock_bug_row = find_stock_bug(original, tables);
   const bool has_stock_bug = plan->stock_bug_row >= 0;

@@ -233,7 +233,10 @@ bool may_serve_class(const CallFacts& p, const DeviceFacts& device, Mode mode, c
     return !out.full();
   };
   if (mode.backend() != Backend::kAuto) return mode.family() >= 0 && may_run(mode.family());
-  if (device.cc != tables.cost_model.measured_cc || !any_family(tables, may_run)) return false;
+  const auto is_measured_and_runs = [&](int family) {
+    return is_measured(tables.families[family], device.cc) && may_run(family);
+  };
+  if (!any_family(tables, is_measured_and_runs)) return false;
   const bool chosen = std::any_of(tables.choices.begin(), tables.choices.end(), [&p](const ChoiceRow& row) {
     return row.kind != kSplitBwd && row.serve && (row.grad != 0) == p.as_with_gradients() && row.features == p.needs;
   });

@@ -228,6 +228,20 @@ def test_new_kernel_family_needs_only_a_table_row(monkeypatch: pytest.MonkeyPatc
     auto_reasons = bindings.plan(shape, gpu)["reasons"]
     assert all(words in auto_reasons[name] for name, words in opt_in.items())
     assert "exactly 9.0 (H100, H200)" in bindings.plan(shape, gpu, BACKENDS.index("fa3"))["reasons"]["fa3"]
+    # Auto mode serves both architectures, each on the GPUs of its own measurements.
+    measured = Family("fa4", 100, runs_on_later_gpus=False, gpus="exactly 10.0", measured_cc=100)
+    monkeypatch.setattr(table_structs, "FAMILIES", (*FAMILIES, measured))
+    monkeypatch.setattr(table_structs, "_family", {80: 1, 100: len(FAMILIES)}.get)
+    rows = tuple(
+        dispatch_table.ChoiceRow(
+            "fwd", "vectors", arch, False, "full", 1, 256, 0, ANY, 0, ANY, 0, ratio=2.0, measured="test table"
+        )
+        for arch in (80, 100)
+    )
+    bindings.push_rows((older, newer), rows, dispatch_table.COST_MODEL)
+    assert bindings.plan(shape, gpu)["kernel"] == newer.specs()[0].name()
+    assert bindings.plan(shape, DEVICES["h100"])["kernel"] == older.specs()[0].name()
+    assert bindings.plan(shape, DEVICES["a100"])["backend"] == "stock"
     for device in ("h100", "a100"):
         plan_elsewhere = bindings.plan(shape, DEVICES[device], fa4)
         assert plan_elsewhere["backend"] == "stock" and plan_elsewhere["reasons"]["fa4"].endswith(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import bindings
-from ..registry import dispatch_table, features
+from ..registry import architectures, dispatch_table, features
 from ..registry.architectures import BACKENDS, KERNEL_BACKENDS
 from ..registry.dispatch_table import HEAD_DIM_STEP, MAX_HEAD_DIM
 from ..torch_hooks import describe_call
@@ -89,6 +89,6 @@ def _why_stock(
     if query.shape[1] // max(key.shape[1], 1) * query.shape[2] <= max_decode_rows:
         rows = f"at most {max_decode_rows} query rows for each KV head"
         return f"stock, which splits keys, serves lower-right masks with {rows}"
-    if backend_setting == "auto" and facts["cc"] != dispatch_table.COST_MODEL.measured_cc:
+    if backend_setting == "auto" and not architectures.is_measured(facts["cc"]):
         return "auto selects only measured kernels, and measurements are from GPUs of compute capability 9.0"
     return ""

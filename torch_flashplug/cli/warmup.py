@@ -19,7 +19,7 @@ from ..api.backend import DEVICES
 from ..codegen import compile_pool, compiler, dsl, jit, kernel_cache, linker
 from ..dispatch import bindings, kernel_sets
 from ..dispatch import packs as installed_packs
-from ..registry import dispatch_table
+from ..registry import architectures
 from . import explain, model_config
 
 _NO_C_COMPILER = (
@@ -78,7 +78,7 @@ def no_kernel_reason(facts: dict[str, int]) -> str:
     backend = bindings.backend_of(bindings.effective_mode())
     if backend in {"math", "stock"}:
         return f"{env.BACKEND.name}={backend} passes all calls to torch. Unset the variable."
-    if backend == "auto" and facts["cc"] != dispatch_table.COST_MODEL.measured_cc:
+    if backend == "auto" and not architectures.is_measured(facts["cc"]):
         return (
             f"Auto selects no kernels on a GPU of compute capability {facts['cc'] / 10:.1f}, which was not measured. "
             f"Set {env.BACKEND.name}=fa2 for the warm-up and for the program."

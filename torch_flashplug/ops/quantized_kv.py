@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
+from ..registry.dtypes import DTYPE_INFO, QUANTIZED_KV_DTYPES
 from .quantize_reference import rotate, unrotate
 
-FORMATS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+FORMATS = tuple(getattr(torch, DTYPE_INFO[name].torch_name) for name in QUANTIZED_KV_DTYPES)
 IN_WORDS = ", ".join(map(str, FORMATS))
 _SDPA = F.scaled_dot_product_attention  # torch's own function, even if the name is replaced later
 _NO_WRITES = "a QuantizedTensor must not be written in place. Create a new one from data8 and scale."

@@ -16,6 +16,7 @@ class Family:
     arch: int  # 90: compute capability 9.0
     runs_on_later_gpus: bool  # later GPUs run the kernels, too; else only GPUs of `arch`
     gpus: str  # GPUs able to run the kernels, as text for a reason of explain()
+    measured_cc: int = 0  # compute capability of the GPUs of the measured rows (dispatch_table.py); 0: none
     has_tma: bool = False  # TMA loads the operands in boxes of rows
     supports_clusters: bool = False  # CTAs of a cluster add up results in each other's shared memory
     shares_heads: bool = False  # tiles of a backward may share the query heads of a KV head
@@ -32,12 +33,13 @@ FAMILIES = (  # in the order in which auto mode tries the families
         90,
         runs_on_later_gpus=False,
         gpus="exactly 9.0 (H100, H200)",
+        measured_cc=90,
         has_tma=True,
         supports_clusters=True,
         shares_heads=True,
         has_wgmma=True,
     ),
-    Family("fa2", 80, runs_on_later_gpus=True, gpus="8.0 or more"),
+    Family("fa2", 80, runs_on_later_gpus=True, gpus="8.0 or more", measured_cc=90),
 )
 BY_ARCH = {family.arch: family for family in FAMILIES}
 KERNEL_BACKENDS = tuple(family.backend for family in FAMILIES)
@@ -48,6 +50,11 @@ BACKENDS = ("auto", "math", "stock", *KERNEL_BACKENDS)
 # run on every GPU since sm_80. Kernels for sm_90 (wgmma, TMA) run only on Hopper.
 _TARGET_CC = {"sm_80": 80, "sm_90a": 90, "sm_100": 100, "sm_120": 120}
 TARGETS = {target: tuple(family.arch for family in FAMILIES if family.runs_on(cc)) for target, cc in _TARGET_CC.items()}
+
+
+def is_measured(cc: int) -> bool:
+    """Return whether auto mode has measured rows for GPUs of a compute capability."""
+    return any(family.measured_cc == cc for family in FAMILIES)
 
 
 def targets_of(cc: int) -> list[str]:

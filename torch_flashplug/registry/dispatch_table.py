@@ -52,7 +52,6 @@ class CostModel:
     # busy, larger clusters keep half.
     cluster_share: tuple[float, ...] = (0, 0, 0, 0.75, *[0.5] * (MAX_CLUSTER_SIZE - 3))
     unknown_rate: float = 3352  # bytes per ns assumed for a device with an unknown memory rate: the rate of an H100
-    measured_cc: int = 90  # compute capability of the GPUs that CHOICE_ROWS hold for
 
 
 MAX_SPLITS = 255  # limit of num_splits: the bits of a mode word (Mode in src/core/core.h)
