@@ -154,17 +154,14 @@ def heads_fit(Hq: int, Hkv: int) -> bool:
 
 def check_rank(name: str, x: object, rank: int, rule: str, function: str = "attention") -> None:
     if not isinstance(x, Tensor) or x.dim() != rank:
-        actual = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{function}: {name} must be {rule}, but got {actual}.")
+        dims = x.dim() if isinstance(x, Tensor) else None
+        actual = type(x).__name__ if dims is None else f"{dims}-D"
+        remedy = " Pass cu_seqlens_q for packed sequences, or add a batch dim." if (dims, rank) == (3, 4) else ""
+        raise TypeError(f"{function}: {name} must be {rule}, but got {actual}.{remedy}")
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check q, k and v of shape (batch, length, heads, head dim)."""
-    if isinstance(q, Tensor) and q.dim() == 3:
-        raise TypeError(
-            "attention: q must be a tensor of shape (batch, length, heads, head dim), but got 3-D. "
-            "Pass cu_seqlens_q for packed sequences, or add a batch dim."
-        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rank(name, x, 4, "a tensor of shape (batch, length, heads, head dim)")
     check_fit(q, k, v, (*q.shape,), (*k.shape,), (*v.shape,))
