@@ -28,12 +28,12 @@ def params_of(
     num_splits: int | None, fixed_split_size: int | None,
 ) -> AttentionParams:  # fmt: skip
     """Check the settings of a call and return them in the form that ops take."""
-    return AttentionParams(
+    return AttentionParams(  # by position, which is faster
         *window_of(causal, window),
-        softcap=softcap_of(softcap),
-        scale=checked_scale(scale),
-        num_splits=normalize_num_splits(num_splits),
-        fixed_split_size=split_size_of(fixed_split_size, num_splits),
+        softcap_of(softcap),
+        checked_scale(scale),
+        normalize_num_splits(num_splits),
+        split_size_of(fixed_split_size, num_splits),
     )
 
 
@@ -155,9 +155,14 @@ def heads_fit(Hq: int, Hkv: int) -> bool:
 def check_rank(name: str, x: object, rank: int, rule: str, function: str = "attention") -> None:
     if not isinstance(x, Tensor) or x.dim() != rank:
         dims = x.dim() if isinstance(x, Tensor) else None
-        actual = type(x).__name__ if dims is None else f"{dims}-D"
-        remedy = " Pass cu_seqlens_q for packed sequences, or add a batch dim." if (dims, rank) == (3, 4) else ""
-        raise TypeError(f"{function}: {name} must be {rule}, but got {actual}.{remedy}")
+        if (dims, rank) == (3, 4):
+            raise TypeError(
+                f"{function}: {name} must be {rule}, but got 3-D. Pass cu_seqlens_q for packed sequences, or add a "
+                "batch dim."
+            )
+        raise TypeError(
+            f"{function}: {name} must be {rule}, but got {type(x).__name__ if dims is None else f'{dims}-D'}."
+        )
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -125,7 +125,7 @@ class AttentionParams(NamedTuple):
 
     @property
     def window(self) -> Window:
-        return Window(self.left, self.right, self.bottom_right)
+        return Window(*self[:3])
 
     @property
     def requests_splits(self) -> bool:
