@@ -108,7 +108,7 @@ def test_invalid_precisions_are_refused() -> None:
     with pytest.raises(ValueError, match="precision must be one of 16bit, qk8, 8bit, e4m3, fp8, but got '9bit'"):
         sdpa_backend("auto", precision="9bit")
     with pytest.raises(
-        ValueError, match="must be None or '16bit' with 'math', but got '8bit'. Use 'auto', 'fa3' or 'fa2' for 8 bits"
+        ValueError, match="must be None or '16bit' with 'math', but got '8bit'. Use 'auto' or 'fa3' for 8 bits"
     ):
         sdpa_backend("math", precision="8bit")
     sdpa_backend("stock", precision="16bit")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch_flashplug import sdpa_backend
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings, table_structs
+from torch_flashplug.registry.architectures import FAMILIES
 from torch_flashplug.registry.dtypes import KERNEL_DTYPES
 from torch_flashplug.testing import Case
 
@@ -21,17 +22,19 @@ def forced_mode(num_splits: int, backend: str = "fa3") -> int:
 
 
 def plan_of_forced_call(
-    case: Case, num_splits: int = 0, device: dict[str, int] = DEVICES["h100"], backend: str = "fa3", **facts: int
+    case: Case, num_splits: int = 0, device: dict[str, int] | None = None, backend: str = "fa3", **facts: int
 ) -> dict:
     """Return the plan of a forced call.
 
     Args:
         case: sizes and dtype of the call.
         num_splits: forced number of splits; 0: the gate decides.
-        device: device facts.
+        device: device facts; None for the first preset that runs the kernels of the backend.
         backend: the forced backend.
         facts: further facts of the operands (`bindings.problem_facts()`).
     """
+    family = next(family for family in FAMILIES if family.backend == backend)
+    device = device or next(preset for preset in DEVICES.values() if family.runs_on(preset["cc"]))
     operand_dtypes = zip("qkv", KERNEL_DTYPES[case.dtype].operands)
     dtypes = {f"dtype_{operand}": table_structs.DTYPE_IDS[number] for operand, number in operand_dtypes}
     return bindings.plan(case.sizes() | dtypes | facts, device, forced_mode(num_splits, backend))
