@@ -241,7 +241,7 @@ def test_probability_one_returns_zeros_and_tiny_probability_drops_nothing(
 def test_invalid_probabilities_fall_back_to_stock(hooked_backend: DeviceBackend, p: float) -> None:
     """Expect an error or the result of stock. On a GPU, the kernels of stock end the process for such values."""
     q, k, v = hooked_backend.qkv()
-    with pytest.raises(RuntimeError, match=r"forced and cannot run(.|\n)*must be above 0 and at most 1"):
+    with pytest.raises(RuntimeError, match=r"forced and cannot run(.|\n)*must be from 0 to 1"):
         attend_with_dropout(q, k, v, p=p)
     if hooked_backend.device == "cuda":
         return

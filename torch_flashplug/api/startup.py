@@ -35,10 +35,7 @@ def _process_backend() -> int:
 
 def _process_precision() -> int:
     name = env.PRECISION.get()
-    try:
-        return quant_recipes.precision_number(name) if name else 0
-    except ValueError as error:
-        raise ValueError(f"{env.PRECISION.name}: {error}") from None
+    return quant_recipes.precision_number(name, env.PRECISION.name) if name else 0
 
 
 def provide(name: str, cc: int, conditions: CallConditions) -> KernelAnswer:

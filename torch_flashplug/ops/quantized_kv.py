@@ -124,7 +124,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, k_scale: Tensor, v_scale: T
 
 
 class QuantizedTensor(Tensor):
-    """Keys or values (B, Hkv, S, D) of an 8-bit cache, presented as a tensor of the 16-bit dtype `dtype`.
+    """Keys or values (B, Hkv, S, D) of an 8-bit cache, presented as a tensor of the dtype `dtype`.
 
     F.scaled_dot_product_attention reads the 8 bits of a pair of these tensors, key and value, in eager code and in
     torch.compile. Calls with a gradient of the query, calls with dropout, and all other operations first dequantize to
@@ -133,7 +133,7 @@ class QuantizedTensor(Tensor):
     Args:
         data8 (Tensor): The 8-bit numbers (B, Hkv, S, D): int8, float8_e4m3fn or float8_e5m2.
         scale (Tensor): (B, Hkv, S), factor of each row; stored as fp32.
-        dtype (torch.dtype): The dtype presented to callers, torch.bfloat16 or torch.float16.
+        dtype (torch.dtype): The floating-point dtype presented to callers. Kernels take bf16 and fp16.
         shift (Tensor or None): (B, Hkv, 1, D), a constant subtracted from all keys before quantization.
         rotated (bool): True if the keys were rotated by `torch_flashplug.ops.quantize_reference.rotate` after the
             subtraction of `shift`. The query must not be rotated: kernels rotate the query.
@@ -158,10 +158,10 @@ class QuantizedTensor(Tensor):
                 f"QuantizedTensor: data8 must be (B, Hkv, S, D) of {IN_WORDS}, and scale (B, Hkv, S), but got {actual}."
             )
         B, Hkv, _, D = data8.shape
-        if not dtype.is_floating_point or dtype.itemsize != 2 or (shift is not None and shift.shape != (B, Hkv, 1, D)):
+        if not dtype.is_floating_point or (shift is not None and shift.shape != (B, Hkv, 1, D)):
             shifted = None if shift is None else tuple(shift.shape)
             raise ValueError(
-                "QuantizedTensor: dtype must be floating-point with 16 bits, and shift (B, Hkv, 1, D) or None, "
+                "QuantizedTensor: dtype must be floating-point, and shift (B, Hkv, 1, D) or None, "
                 f"but got dtype {dtype}, shift {shifted}."
             )
         if any(x.device != data8.device for x in (scale, *([] if shift is None else [shift]))):
