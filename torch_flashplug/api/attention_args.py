@@ -103,12 +103,14 @@ def checked_scale(scale: float | None, function: str = "attention") -> float | N
 def window_of(causal: bool | str, window: tuple[int | None, int | None] | None) -> Window:
     if not isinstance(causal, bool | str) or causal not in _CAUSAL:
         raise ValueError(f"attention: causal must be False, True, 'bottom_right' or 'top_left', but got {causal!r}.")
-    bounds = (None, None) if window is None else window
-    if not isinstance(bounds, tuple | list) or len(bounds) != 2 or not all(map(_is_bound, bounds)):
-        raise ValueError(
-            f"attention: window must be (left, right), each a number of keys, -1 or None, or None, but got {window!r}."
-        )
-    left, right = (-1 if bound is None else int(bound) for bound in bounds)
+    left = right = -1
+    if window is not None:
+        if not isinstance(window, tuple | list) or len(window) != 2 or not all(map(_is_bound, window)):
+            raise ValueError(
+                "attention: window must be (left, right), each a number of keys, -1 or None, or None, "
+                f"but got {window!r}."
+            )
+        left, right = (-1 if bound is None else int(bound) for bound in window)
     return Window(left, 0 if causal else right, causal != "top_left")
 
 
