@@ -29,7 +29,7 @@ namespace flashplug {
 
 namespace {
 
-constexpr int kMostMaskDims = 4;
+constexpr int kMaxMaskDims = 4;
 
 // Return the pointer inside a tensor. A tensor is a single pointer, and the pointer identifies the tensor.
 void*& pointer_in(AtenTensorHandle tensor) { return *reinterpret_cast<void**>(tensor); }
@@ -73,7 +73,7 @@ bool make_dense(AtenTensorHandle mask) {
   return aoti_torch_get_layout(mask, &layout) == 0 && layout == aoti_torch_layout_strided() && !is_kept(mask);
 }
 
-bool has_mask_dims(int64_t dims) { return dims >= 2 && dims <= kMostMaskDims; }
+bool has_mask_dims(int64_t dims) { return dims >= 2 && dims <= kMaxMaskDims; }
 
 // Return true if kernels can count the numbers of the metadata: those of a plane in 31 bits, of all planes in 32 bits.
 bool are_numbers_countable(const int64_t size[4], const int64_t stride[4], int64_t Sq, int64_t Sk) {
@@ -139,8 +139,8 @@ MaskArgs mask_args(const ForwardCall& call, const CallFacts& p, const TensorMeta
 
 bool expand_dims(int64_t dims, const int64_t* mask_size, const int64_t* mask_stride, const int64_t scores[4],
                  int64_t size[4], int64_t stride[4]) {
-  const int64_t missing = kMostMaskDims - dims;
-  for (int64_t i = 0; i < kMostMaskDims; ++i) {
+  const int64_t missing = kMaxMaskDims - dims;
+  for (int64_t i = 0; i < kMaxMaskDims; ++i) {
     const int64_t have = i < missing ? 1 : mask_size[i - missing];
     const bool are_known = have >= 0 && scores[i] >= 0;
     if (have != 1 && have != scores[i] && are_known) return false;

@@ -593,3 +593,9 @@ def test_a_scale_that_is_no_number_is_refused() -> None:
             call(torch.ones(2))
     assert not cache.any()
     assert torch.equal(attention(q, q, q, scale=np.float32(0.5)), attention(q, q, q, scale=0.5))
+
+
+def test_operands_without_a_batch_dim_are_pointed_to_cu_seqlens() -> None:
+    x = torch.randn(4, 8, 64)
+    with pytest.raises(TypeError, match=r"q must be .*, or \(tokens, heads, head dim\) with cu_seqlens_q, but got 3-D"):
+        attention(x, x, x)

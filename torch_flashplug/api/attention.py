@@ -17,6 +17,7 @@ from ..ops.attention import NO_LENGTHS, NO_PLAN, AttentionParams, Window
 from ..ops.paged import check_page_numbers
 from ..torch_hooks import describe_call
 from .attention_args import (
+    DENSE_RULE,
     Scale,
     Scales,
     call_op_with_out,
@@ -256,7 +257,7 @@ def check_before(  # noqa: PLR0913
 ) -> None:  # fmt: skip
     """Raise the errors of attention() for these arguments, before the caller writes into caches."""
     window_of(causal, window), softcap_of(softcap), checked_scale(scale)
-    check_rank("q", q, 4, "a tensor of shape (batch, length, heads, head dim)")
+    check_rank("q", q, 4, DENSE_RULE)
     normalize_sinks(sinks, q)
     if block_table is None:
         check_operands(q, k, v)

@@ -21,6 +21,8 @@ _CAUSAL = (False, True, "bottom_right", "top_left")
 Scale = Tensor | float
 Scales = tuple[Scale | None, Scale | None]  # (k_scale, v_scale)
 NO_SCALES: Scales = (None, None)
+# Rule of dense operands in errors. Users of packed sequences forget cu_seqlens_q.
+DENSE_RULE = "a tensor of shape (batch, length, heads, head dim), or (tokens, heads, head dim) with cu_seqlens_q"
 
 
 def params_of(
@@ -156,21 +158,14 @@ def heads_fit(Hq: int, Hkv: int) -> bool:
 
 def check_rank(name: str, x: object, rank: int, rule: str, function: str = "attention") -> None:
     if not isinstance(x, Tensor) or x.dim() != rank:
-        dims = x.dim() if isinstance(x, Tensor) else None
-        if (dims, rank) == (3, 4):
-            raise TypeError(
-                f"{function}: {name} must be {rule}, but got 3-D. Pass cu_seqlens_q for packed sequences, or add a "
-                "batch dim."
-            )
-        raise TypeError(
-            f"{function}: {name} must be {rule}, but got {type(x).__name__ if dims is None else f'{dims}-D'}."
-        )
+        actual = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{function}: {name} must be {rule}, but got {actual}.")
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check q, k and v of shape (batch, length, heads, head dim)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_rank(name, x, 4, "a tensor of shape (batch, length, heads, head dim)")
+        check_rank(name, x, 4, DENSE_RULE)
     check_fit(q, k, v, (*q.shape,), (*k.shape,), (*v.shape,))
 
 

@@ -23,7 +23,7 @@ from ..deprecation import renamed_attribute
 from ..dispatch import bindings
 from ..ops.quantized_kv import QuantizedTensor, readable
 from ..ops.sdpa import without_own_graph
-from ..registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
+from ..registry import dispatch_table, features, kernel_table, quant_recipes, stock_bugs
 from ..registry.architectures import BACKENDS, FAMILIES, KERNEL_BACKENDS
 from ..registry.dispatch_table import MAX_SPLITS
 from ..torch_hooks import describe_call, hook_list, sdpa_composite, stock_workarounds, tracing
@@ -130,6 +130,14 @@ class _Entered(threading.local):
 _entered = _Entered()
 
 
+# Backends with kernels that multiply in 8 bits.
+_BACKENDS_8BIT = tuple(
+    family.backend
+    for family in FAMILIES
+    if any(features.recipe_of(c.features) and c.supports("fwd", family.arch) for c in features.COMBINATIONS)
+)
+
+
 def _ours_in_words() -> str:
     return " or ".join(map(repr, KERNEL_BACKENDS))
 
@@ -175,9 +183,10 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
             else quant_recipes.precision_number(precision, "sdpa_backend")
         )
         if field and backend in ("math", "stock"):
+            with_8bit = " or ".join(map(repr, ("auto", *_BACKENDS_8BIT)))
             raise ValueError(
                 f"sdpa_backend: precision must be None or '16bit' with {backend!r}, but got {precision!r}. Use "
-                "'auto' or 'fa3' for 8 bits."
+                f"{with_8bit} for 8 bits."
             )
         if precision is not None and not field:
             field = bindings.INPUT_PRECISION

@@ -11,6 +11,7 @@ from ..ops import paged
 from ..ops.attention import NO_PLAN, AttentionParams
 from ..torch_hooks import describe_call
 from .attention_args import (
+    DENSE_RULE,
     NO_SCALES,
     Scales,
     call_op_with_out,
@@ -138,7 +139,7 @@ def paged_attention(  # noqa: PLR0913
             )
         block_table, seqused_k = _of_rows(cu_seqlens_q, q.shape[0], block_table, seqused_k)
     batch = q if cu_seqlens_q is None else q.unsqueeze(1)
-    check_rank("q", batch, 4, "a tensor of shape (batch, length, heads, head dim)")
+    check_rank("q", batch, 4, DENSE_RULE)
     check_pages(batch, k, v, block_table, seqused_k, batch.shape[0])
     refuse_forward_mode()
     query, *pools = (x.transpose(1, 2) for x in (batch, k, v))

@@ -76,9 +76,6 @@ class _Chunks:
         return reference.like(torch.cat(scattered.unbind(0), dim=2), like)
 
 
-_NO_SINKS_NO_LENGTHS = (None,) * 4  # sinks, cu_seqlens_q, cu_seqlens_k and seqused_k of attention_fwd
-
-
 @contextlib.contextmanager
 def _mode_scope(mode: int) -> Iterator[None]:
     before = bindings.set_mode(mode)
@@ -113,9 +110,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *setting_args: object) -
     with _mode_scope(settings.mode):
         for rows, visible in chunks.calls(query.shape[2], key.shape[2]):
             operands = query[:, :, rows], keys[:, :, visible], values[:, :, visible]
-            softcap = 0.0
-            op_settings = *_window(settings.is_causal), softcap, settings.scale
-            results = namespace.attention_fwd(*operands, *_NO_SINKS_NO_LENGTHS, *op_settings)
+            no_sinks, params = None, attention.AttentionParams(*_window(settings.is_causal), scale=settings.scale)
+            results = namespace.attention_fwd(*operands, no_sinks, *attention.NO_LENGTHS, *params)
             for result, result_of_chunk in zip((out, lse), results):
                 result[:, :, rows] = result_of_chunk
     return out, lse
