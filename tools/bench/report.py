@@ -401,7 +401,7 @@ def _plot_calls(document, labels):
     axis.axvline(1.0, color="black", linewidth=1)
     axis.invert_yaxis()
     axis.margins(y=0.02)
-    axis.set(xlabel="best peer / the plugin in auto mode (above 1: the plugin is better); our time follows the name",
+    axis.set(xlabel="best peer / plugin in auto mode (above 1: the plugin is better)",
              title=f"Suite {document['suite']}\n" + _caption(document))  # fmt: skip
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
