@@ -19,7 +19,9 @@ pytest.importorskip("rich")
 
 from tools.bench import baselines, bench, result_schema, workloads  # noqa: E402
 
-MEASURING = [ROOT / "tools" / "bench" / f"{name}.py" for name in ("bench", "suites/dense", "suites/decode", "runner")]
+MEASURING_NAMES = ("bench", "runner", "suites/dense", "suites/decode", "suites/everyday", "suites/model_stack")
+MEASURING = [ROOT / "tools" / "bench" / f"{name}.py" for name in MEASURING_NAMES]
+UNMEASURED = {"groups", "everyday", "models"}  # suites without kept results so far
 LISTS_WITHOUT_A_SUITE = {"gate": "tools/tune/split_heuristic.py"}  # lists of calls without a suite
 FUNCTIONS = {
     name: function for name, function in inspect.getmembers(workloads, inspect.isfunction)
@@ -30,6 +32,8 @@ LISTS = {name for name, function in FUNCTIONS.items() if inspect.get_annotations
 
 class RecordingBench:
     """Benchmark that records the cases of a suite and runs none."""
+
+    device = "cuda"
 
     def __init__(self) -> None:
         self.cases: list[str] = []
@@ -124,4 +128,5 @@ def test_benchmarks_page_lists_every_suite():
 def test_kept_results_belong_to_existing_suites():
     kept = {result_schema.read(path).get("suite") for path in (ROOT / "tools" / "results").glob("*.json")}
     kept = {bench.OLD_NAMES.get(suite, suite) for suite in kept}
-    assert kept - {"fuzz", "programs", "gate"} == set(bench.SUITES) and not set(bench.OLD_NAMES) & set(bench.SUITES)
+    assert kept - {"fuzz", "programs", "gate"} == set(bench.SUITES) - UNMEASURED
+    assert UNMEASURED <= set(bench.SUITES) and not set(bench.OLD_NAMES) & set(bench.SUITES)

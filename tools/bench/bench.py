@@ -30,6 +30,10 @@ rounds. The results are a JSON file, a table and a picture.
                              ChoiceRows in torch_flashplug/registry/dispatch_table.py
     --suite grouped          forward + backward of grouped heads with few keys, ours (forced) against the default of
                              stock, replayed from a CUDA graph: with few KV blocks, SMs are idle
+    --suite groups           forward + backward of grouped heads at the sizes of large models, ours (forced) against
+                             every peer, and against ours with as many KV heads as query heads
+    --suite everyday         calls of published models in auto mode, against the default of stock and every peer
+    --suite models           a stack of decoder layers of real size, with the plugin off and on (auto): time and energy
     --suite odd              like choice and grad, for calls that the Hopper kernels cannot read, on the kernels for
                              every GPU (fa2, forced); forward, then forward + backward
 
@@ -49,9 +53,20 @@ from rich.console import Console
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from tools.bench import baselines, ranks, report
+from tools.bench import baselines, ranks, report, result_schema
 from tools.bench.runner import Bench
-from tools.bench.suites import decode, dense, dropout, masks, multi_gpu, paged, quantized, varlen_window
+from tools.bench.suites import (
+    decode,
+    dense,
+    dropout,
+    everyday,
+    masks,
+    model_stack,
+    multi_gpu,
+    paged,
+    quantized,
+    varlen_window,
+)
 
 SUITES = {
     "forward": dense.suite_forward,
@@ -78,6 +93,9 @@ SUITES = {
     "choice": dense.suite_choice,
     "grad": dense.suite_grad,
     "grouped": dense.suite_grouped,
+    "groups": dense.suite_groups,
+    "everyday": everyday.suite_everyday,
+    "models": model_stack.suite_models,
     "odd": dense.suite_odd,
 }
 
@@ -87,6 +105,9 @@ OLD_NAMES = {"ragged": "varlen"}  # names in stored results that are still accep
 SUITE_PROVIDERS = {
     "fa2": {"ours_fa2", "fa2"},
     "grouped": {"ours_fa3", "stock"},
+    "groups": {"ours_fa3", "stock", "cudnn", "fa2", "fa3", "fa4"},
+    "everyday": {"ours_auto", "stock", "cudnn", "fa2", "fa3", "fa4"},
+    "models": set(model_stack.PROVIDERS),
     "odd": {"ours_fa2", "stock"},
     "masks": {"ours_fa3", "ours_auto", "ours_tall", "stock", "efficient", "flex", "flex_flash"},
     "dropout": {"ours_fa3", "stock", "cudnn", "fa2", "efficient"},
@@ -147,12 +168,13 @@ def main() -> None:
             f"--budget-seconds {options.budget_seconds} is too short"
         )
     console = Console(width=180)
-    report.print_table(document, console)
+    complete = result_schema.with_derived_columns(document)
+    report.print_table(complete, console)
     if options.suite in {"choice", "grad"}:
         report.print_classes(document, console)
     written = report.write_json(document, options.out)
     print("wrote", written)
-    if picture := report.plot(document, baselines.labels(), written.with_suffix(".png")):
+    if picture := report.plot(complete, baselines.labels(), written.with_suffix(".png")):
         print("wrote", picture)
 
 

@@ -39,6 +39,12 @@ CLOCK_FIELDS = (
 MASKED_ROWS, MASKED_DIMS = 4096, (128, 64)  # calls in the picture of masks
 MASKED_BARS = {"flex": "tab:gray", "flex_flash": "tab:olive", "ours_fa3": "tab:blue"}  # colors in the picture of masks
 SHOWN = "fa3"  # inputs in the picture of errors: N(0, 1) and outliers
+DERIVED = {  # columns that result_schema.py derives, in the order of the table
+    "device_ratio": "ratio on device",
+    "energy_ratio": "ratio of energy",
+    "grouped_over_ungrouped": "ungrouped/ours",
+}
+UNGROUPED_LIMIT = 0.95  # grouped heads must have this fraction of the speed of ungrouped heads
 LIMIT = 1.03  # the project promises that auto mode takes at most 1.03 times the time of stock
 
 
@@ -105,19 +111,20 @@ def print_table(document: dict[str, object], console: Console | None = None) -> 
     """Print a table with one line per row: our time, the time of every peer, and the ratio to the best peer."""
     console = console or Console(width=150)
     rows = document["rows"]
+    derived = {name: label for name, label in DERIVED.items() if any(row.get(name) for row in rows)}
     peers = list(dict.fromkeys(name for row in rows for name in row["peers_ms"]))
     table = Table(title=f"{document['suite']} on {document['gpu']}, torch {document['torch']}; times in ms")
     table.add_column("case", no_wrap=True)
     one_order = list(dict.fromkeys(name for row in rows for name in row.get("one_order_ms", ())))
     timed = ("ours", "auto", *peers, *(f"{name}, one order" for name in one_order))
-    for column in (*timed, "ratio", "% of bound", "auto/stock", "auto plan"):
+    for column in (*timed, "ratio", *derived.values(), "% of bound", "auto/stock", "auto plan"):
         table.add_column(column, justify="right")
     for row in rows:
         auto_cost = row.get("auto_over_stock")
         cells = [_milliseconds(row.get("ours_ms")), _milliseconds(row.get("auto_ms"))]
         cells += [_milliseconds(row["peers_ms"].get(peer)) for peer in peers]
         cells += [_milliseconds(row["one_order_ms"].get(name)) for name in one_order]
-        cells.append("-" if row["ratio"] is None else f"{row['ratio']:.3f}")
+        cells += ["-" if row.get(name) is None else f"{row[name]:.3f}" for name in ("ratio", *derived)]
         bound = row.get("bound_ms")
         cells.append("-" if not bound or not row.get("ours_ms") else f"{100 * bound / row['ours_ms']:.0f}")
         color = "red" if auto_cost and auto_cost > LIMIT else "default"
@@ -125,9 +132,10 @@ def print_table(document: dict[str, object], console: Console | None = None) -> 
         table.add_row(row["case"], *cells, row.get("auto_plan", "-"))
     console.print(table)
     console.print("ratio = time of the best peer / our time: above 1 we are faster.")
-    ratios = [row["ratio"] for row in rows if row["ratio"]]
-    if ratios:
-        console.print(f"geometric mean of the ratios {statistics.geometric_mean(ratios):.3f}, lowest {min(ratios):.3f}")
+    for name, label in {"ratio": "ratio", **derived}.items():
+        if ratios := [row[name] for row in rows if row.get(name)]:
+            mean = statistics.geometric_mean(ratios)
+            console.print(f"geometric mean of the column {label}: {mean:.3f}, lowest {min(ratios):.3f}")
     for name, reason in document.get("absent", {}).items():
         console.print(f"not measured: {name} ({reason})")
     for case, reason in document.get("skipped", {}).items():
@@ -166,7 +174,8 @@ def plot(document: dict[str, object], labels: dict[str, str], path: Path) -> Pat
     matplotlib.use("Agg")
     grids = dict.fromkeys(("forward", "backward", "train"), _plot_grid)
     draws = {**grids, "headdims": _plot_bars, "latency": _plot_bars, "host": _plot_host, "decode": _plot_decode,
-             "masks": _plot_masks, "accuracy": _plot_accuracy}  # fmt: skip
+             "masks": _plot_masks, "accuracy": _plot_accuracy, "groups": _plot_groups, "everyday": _plot_calls,
+             "models": _plot_calls}  # fmt: skip
     draw = draws.get(str(document["suite"]), _plot_ratios)
     figure = draw(document, labels)
     return result_schema.save(figure, path) if figure else None
@@ -372,6 +381,62 @@ def _plot_host(document, labels):
     )
     right.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08 - 0.6 / max(len(calls), 1)))
     figure.suptitle(_caption(document))
+    figure.tight_layout()
+    return figure
+
+
+def _plot_calls(document, labels):
+    """Plot the ratios to the best peer of each call: time, device time and energy, where measured."""
+    import matplotlib.pyplot as plt
+
+    rows = document["rows"]
+    columns = {"ratio": "time", "device_ratio": "device time", "energy_ratio": "energy"}
+    figure, axis = plt.subplots(figsize=(9, 0.2 * len(rows) + 2.5))
+    for (column, label), marker in zip(columns.items(), "osD", strict=True):
+        points = [(row[column], y) for y, row in enumerate(rows) if row.get(column)]
+        if points:
+            axis.scatter(*zip(*points, strict=True), label=label, marker=marker, s=25)
+    titles = [f"{row['case']}  ({1e3 * row['ours_ms']:.1f} us)" for row in rows]
+    axis.set_yticks(range(len(rows)), titles, fontsize=7)
+    axis.axvline(1.0, color="black", linewidth=1)
+    axis.invert_yaxis()
+    axis.margins(y=0.02)
+    axis.set(xlabel="best peer / plugin in auto mode (above 1: the plugin is better)",
+             title=f"Suite {document['suite']}\n" + _caption(document))  # fmt: skip
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    return figure
+
+
+def _plot_groups(document, labels):
+    """Plot the time of ungrouped heads divided by the time of grouped heads, with one panel per mask.
+
+    The result is None if no row has a time of ungrouped heads.
+    """
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in document["rows"] if row.get("grouped_over_ungrouped")]
+    if not rows:
+        return None
+    masks = list(dict.fromkeys(row["mask"] for row in rows))
+    figure, axes = plt.subplots(1, len(masks), figsize=(6.5 * len(masks), 5), sharey=True, squeeze=False)
+    for axis, mask in zip(axes.flat, masks, strict=True):
+        panel = [row for row in rows if row["mask"] == mask]
+        places = list(dict.fromkeys(tuple(row["shape"][:4]) for row in panel))
+        for d in sorted({row["d"] for row in panel}):
+            points = [(places.index(tuple(row["shape"][:4])), row["grouped_over_ungrouped"])
+                      for row in panel if row["d"] == d]  # fmt: skip
+            axis.scatter(*zip(*points, strict=True), label=f"head dim {d}", s=25)
+        names = [f"{b} x {s}, {heads} on {kv_heads}" for b, heads, kv_heads, s in places]
+        axis.set_xticks(range(len(places)), names, rotation=60, ha="right", fontsize=7)
+        axis.axhline(1.0, color="black", linewidth=1)
+        axis.axhline(UNGROUPED_LIMIT, color="tab:red", linestyle="--", linewidth=1, label=f"aim: {UNGROUPED_LIMIT}")
+        axis.set_title(f"{mask} mask")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    axes.flat[0].set_ylabel("ungrouped time / grouped time")
+    figure.suptitle("Forward + backward of grouped heads, batch x length and heads\n" + _caption(document), fontsize=10)
     figure.tight_layout()
     return figure
 

@@ -25,6 +25,9 @@ DPI = (80, 65, 50)  # the first resolution with a small enough picture is used
 GRADIENT_FLOP = {"bwd": 2.5, "train": 3.5}  # FLOP relative to forward: five and seven matrix products instead of two
 OURS = ("ours_fa3", "ours_fa2", "ours_auto", "ours_tall")  # the first timed name is compared with the peers
 WITHOUT_FEATURE = "ours_without_feature"  # ours without the feature of the suite: neither a peer nor checked
+UNGROUPED = "ours_ungrouped"  # ours with as many KV heads as query heads, in column "ungrouped_ms"
+# Columns with raw numbers by provider -> ratio of the best peer's number and the number of ours, derived on reading.
+RATIOS = {"device_ms": "device_ratio", "energy_j": "energy_ratio"}
 REQUIRED_COLUMNS = ("case", "ours_ms", "peers_ms", "ratio", "spread")  # columns of every benchmark row
 
 
@@ -51,14 +54,27 @@ def _times_with_columns(row: Record) -> dict[str, float]:
     return {_ours(row): row["ours_ms"], **auto, **row["peers_ms"], **one_order}
 
 
+def _ratios(row: Record) -> Record:
+    """Return the ratios of raw columns; above 1, ours takes less time or energy than the compared call."""
+    ours, ratios = _ours(row), {}
+    for column, name in RATIOS.items():
+        numbers = row.get(column, {})
+        peers = [number for provider, number in numbers.items() if provider not in OURS]
+        if peers and ours in numbers:
+            ratios[name] = min(peers) / numbers[ours]
+    if row.get("ungrouped_ms") and row["ours_ms"]:
+        ratios["grouped_over_ungrouped"] = row["ungrouped_ms"] / row["ours_ms"]
+    return rounded(ratios)
+
+
 def _following(row: Record) -> Record:
     """Return the columns of a benchmark row that can be derived from the remaining columns."""
-    times, more = _times_with_columns(row) | row.get("other_ms", {}), {}
+    times, more = _times_with_columns(row) | row.get("other_ms", {}), _ratios(row)
     if "shape" in row:
         b, heads, _, s, keys, *dims = row["shape"]
         directions = next((factor for part, factor in GRADIENT_FLOP.items() if part in row["case"]), 1.0)
         flop = 2.0 * b * heads * s * keys * sum(dims) * directions * (0.5 if row["mask"] == "causal" else 1.0)
-        more = {"d": max(dims), "s": s, "flop": rounded(flop)}
+        more |= {"d": max(dims), "s": s, "flop": rounded(flop)}
     best = min(row["peers_ms"], key=row["peers_ms"].get, default=None)
     more["all_ms"] = {name: times[name] for name in row["spread"] if name in times}
     return {"ours": _ours(row), "best_peer": best, **more}
@@ -106,10 +122,13 @@ def write(document: Record, path: Path) -> Path:
     return path
 
 
+def with_derived_columns(document: Record) -> Record:
+    return document | {"rows": [full(row) for row in document["rows"]]} if "rows" in document else document
+
+
 def read(path: Path) -> Record:
     """Read a document, and add the derived columns to the rows."""
-    document = json.loads(path.read_text())
-    return document | {"rows": [full(row) for row in document["rows"]]} if "rows" in document else document
+    return with_derived_columns(json.loads(path.read_text()))
 
 
 def save(figure: Figure, path: Path) -> Path:

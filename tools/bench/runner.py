@@ -16,16 +16,21 @@ from tools.bench.result_schema import OURS, WITHOUT_FEATURE
 from torch_flashplug.testing import (
     Candidate,
     Case,
+    ErrorReport,
     Inputs,
     Timing,
     captured,
     measure_error,
     oracle,
+    oracle_grads,
     paired_ratio,
     plain,
+    plain_grads,
     time_interleaved,
 )
+from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 
+REFUSALS = (RuntimeError, ValueError, TypeError, AssertionError)  # exceptions by which the plugin refuses a call
 MASKED_ROUND_MS = 10.0  # time per candidate and round in suites with masks, dropout and similar features
 
 
@@ -106,20 +111,58 @@ def auto_plan_of(inputs: Inputs, case: Case) -> str:
     return str(baselines.torch_flashplug.explain(*inputs, **case.sdpa_kwargs()).backend)
 
 
+def _first_kv_head(case: Case, inputs: Inputs) -> Inputs:
+    """Return the part of the inputs with the first KV head of the first sequence, and its query heads."""
+    group = case.Hq // case.Hkv
+    return Inputs(inputs.q[:1, :group], inputs.k[:1, :1], inputs.v[:1, :1], inputs.grad_out[:1, :group])
+
+
+def _end_if_wrong(case: Case, provider: baselines.Provider, tensor: str, errors: ErrorReport) -> None:
+    """End the run if the errors are beyond the error budget."""
+    if not errors.ok:
+        raise SystemExit(f"{case.name}: {tensor} of {provider.name} is wrong, nothing is timed: {errors}")
+
+
 def _check_numbers(case: Case, inputs: Inputs, provider: baselines.Provider) -> dict[str, float]:
     """Return the errors of the first heads of a provider against fp64.
 
     Errors of ours beyond the error budget end the run. Errors of a peer are only reported.
     """
-    group = case.Hq // case.Hkv
-    few = Inputs(inputs.q[:1, :group], inputs.k[:1, :1], inputs.v[:1, :1], inputs.grad_out[:1, :group])
+    few = _first_kv_head(case, inputs)
     with provider.scope(), torch.no_grad():
-        got = provider.attend(*inputs, **case.sdpa_kwargs())[:1, :group]
+        got = provider.attend(*inputs, **case.sdpa_kwargs())[:1, : few.q.shape[1]]
     exact, low = oracle(case, few), plain(case, few)
     errors = measure_error(got, exact.out, low.out)
-    if provider.ours and not errors.ok:
-        raise SystemExit(f"{case.name}: {provider.name} is wrong, nothing is timed: {errors}")
+    if provider.ours:
+        _end_if_wrong(case, provider, "the output", errors)
     return {"max": errors.max, "rms": errors.rms}
+
+
+def gradient_check(case: Case, inputs: Inputs) -> Callable[[baselines.Provider], dict[str, float]]:
+    """Return a function that checks the output and the gradients of a provider against fp64.
+
+    The function compares the first KV head, and its query heads. The reference is computed once for all providers.
+    Gradients beyond the error budget end the run if kernels of the plugin ran. The errors of stock in auto mode, and of
+    peers, are only reported.
+    """
+    few = _first_kv_head(case, inputs)
+    exact, low = oracle_grads(case, few), plain_grads(case, few)
+    sums = cancelled_sums(*few, few.grad_out, case.scale)
+
+    def check(provider: baselines.Provider) -> dict[str, float]:
+        errors = _check_numbers(case, inputs, provider)
+        with provider.scope():
+            grads = call_of(case, inputs, "train", provider)()
+            must_be_right = provider.ours and auto_plan_of(inputs, case) != "stock"
+        for name, grad, exact_grad, low_grad in zip(sums, grads, exact, low, strict=True):
+            got = grad[:1, : exact_grad.shape[1]]
+            report = measure_error(got, exact_grad, low_grad, GRAD_FACTOR, float(sums[name]))
+            if must_be_right:
+                _end_if_wrong(case, provider, name, report)
+            errors[f"{name}_rms"] = report.rms
+        return errors
+
+    return check
 
 
 def refusal(error: Exception) -> str:
@@ -127,8 +170,8 @@ def refusal(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error) or '-').splitlines()[0][:160]}"
 
 
-def try_each(
-    bench: Bench, case: Case, inputs: Inputs, names: Iterable[str], build: Callable
+def try_each(  # noqa: PLR0913
+    bench: Bench, case: Case, inputs: Inputs, names: Iterable[str], build: Callable, check: Callable | None = None
 ) -> tuple[dict, dict, dict]:
     """Run each provider once, and return the candidates, the errors and the refusals.
 
@@ -138,11 +181,13 @@ def try_each(
         inputs: the tensors of the case.
         names: names of the providers to try.
         build: function that takes a provider and returns a call.
+        check: function that takes a provider and returns the errors. By default, the output is checked.
 
     Returns:
         The candidates that can run the case, the errors of these candidates, and a reason per refusing provider.
     """
     candidates, errors, refused = {}, {}, {}
+    check = check or partial(_check_numbers, case, inputs)
     for name in names:
         provider = bench.providers.get(name)
         if provider is None:
@@ -152,11 +197,13 @@ def try_each(
             with provider.scope():
                 call()
             if bench.check:
-                errors[name] = _check_numbers(case, inputs, provider)
+                errors[name] = check(provider)
             candidates[name] = Candidate(call, provider.scope)
-        # Each peer refuses a call by an exception of a different type. The exception is noted, and the remaining
-        # providers are still measured.
-        except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
+        # Each peer refuses a call by an exception of a different type, or fails to compile. The exception is noted, and
+        # the remaining providers are still measured.
+        except Exception as error:
+            if provider.ours and not isinstance(error, REFUSALS):
+                raise
             refused[name] = refusal(error)
             if "CUDA error" in refused[name]:  # the CUDA context is lost, so later measurements would be meaningless
                 raise SystemExit(f"{case.name}: {name}: {error}") from error
@@ -211,6 +258,12 @@ def complete_call(direction: str, leaves: Sequence[Tensor], grad_out: Tensor, at
         with torch.no_grad():
             return attend()
     return torch.autograd.grad(attend(), leaves, grad_out)
+
+
+def call_of(case: Case, inputs: Inputs, direction: str, provider: baselines.Provider) -> Callable[[], object]:
+    """Return a call of a provider: the forward call for "fwd", or the forward call and the gradients for "train"."""
+    attend = partial(provider.attend, *inputs, **case.sdpa_kwargs())
+    return partial(complete_call, direction, tuple(inputs), inputs.grad_out, attend)
 
 
 def time_with_peers(  # noqa: PLR0913

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ MASKS = ("full", "causal")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 TOKENS = 16384  # batch x length of the grid
 WIDTH = 2048  # heads x head dim of the grid
+CPU_LENGTH = 128  # longest sequence of the small form of a case
 
 
 def _case(
@@ -30,6 +31,31 @@ def grid(prefix: str, dims: tuple[int, ...] = (64, 128, 256)) -> list[Case]:
         for mask in MASKS
         for s in LENGTHS
     ]
+
+
+def size_for(case: Case, device: str) -> Case:
+    """Return the case for a GPU, or on a CPU a small form of the case with a name of its own.
+
+    The small form shows that a suite runs. Its times mean nothing.
+    """
+    if device != "cpu":
+        return case
+    lengths = {"Sq": min(case.Sq, CPU_LENGTH), "Sk": min(case.Sk, CPU_LENGTH)}
+    return replace(case, name=f"{case.name}_small", B=1, **lengths)
+
+
+def groups() -> list[Case]:
+    """Return training cases of grouped heads, at the sizes of large language models."""
+    heads, seqs = ((32, 8), (64, 8), (28, 4), (48, 8)), ((8, 2048), (4, 4096), (2, 8192), (1, 8192))
+    return [
+        _case(f"train_d{d}_{mask}_b{b}s{s}_h{hq}x{hkv}", (b, hq, hkv), (s, s), (d, d), mask == "causal")
+        for d in (128, 64, 96, 256) for mask in MASKS[::-1] for hq, hkv in heads for b, s in seqs
+    ]  # fmt: skip
+
+
+def ungrouped(case: Case) -> Case:
+    """Return the case with as many KV heads as query heads: the same FLOP, and more bytes of K and V."""
+    return replace(case, name=f"{case.name}_ungrouped", Hkv=case.Hq)
 
 
 def masked() -> list[Case]:

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from tools.bench import baselines, workloads
-from tools.bench.result_schema import GRADIENT_FLOP
-from tools.bench.runner import Bench, auto_plan_of, facts_of, graphed, row_of, try_each
+from tools.bench.result_schema import GRADIENT_FLOP, UNGROUPED
+from tools.bench.runner import Bench, auto_plan_of, call_of, facts_of, gradient_check, graphed, row_of, try_each
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.architectures import BACKENDS
 from torch_flashplug.testing import (
@@ -161,6 +161,32 @@ def suite_backward(bench: Bench) -> None:
 
 def suite_train(bench: Bench) -> None:
     _suite_of_gradients(bench, workloads.grid("train"), "train")
+
+
+def _trained(bench: Bench, case: Case, names: list[str]) -> tuple[dict, dict, dict]:
+    """Return the candidates, errors and refusals of forward and backward, with checked gradients."""
+    inputs = make_inputs(case, bench.device, requires_grad=True)
+    check = gradient_check(case, inputs) if bench.check else None
+    return try_each(bench, case, inputs, names, partial(call_of, case, inputs, "train"), check)
+
+
+def suite_groups(bench: Bench) -> None:
+    """Time forward and backward of grouped heads, and ours with as many KV heads as query heads."""
+    for large in workloads.groups():
+        case = workloads.size_for(large, bench.device)
+        if not bench.take(case.name):
+            continue
+        # Wheels without a backward refuse, and the row notes the reason.
+        candidates, errors, refused = _trained(bench, case, list(bench.providers))
+        ungrouped, _, _ = _trained(bench, workloads.ungrouped(case), ["ours_fa3"])  # a refusal is printed
+        if ungrouped:
+            candidates[UNGROUPED] = ungrouped["ours_fa3"]
+        timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
+        spread = {name: round(timing.spread, 4) for name, timing in timings.items()}
+        ungrouped_ms = timings.pop(UNGROUPED).ms if ungrouped else None
+        facts = facts_of(case) | {"flop": GRADIENT_FLOP["train"] * case.flop}
+        row = row_of(case.name, timings, **facts, errors=errors, refused=refused)
+        bench.add(row | {"spread": spread, "ungrouped_ms": ungrouped_ms})
 
 
 def suite_fa2(bench: Bench) -> None:
