@@ -19,7 +19,7 @@ from ..mainloop.softmax import NoScaling
 from ..primitives.dtype import ELEMENTS, Element
 from ..score_stages.kv_bounds import KvBoundsStage
 from ..score_stages.pipeline import ScorePipeline, ScoreStage
-from ..tiling.block_iterator import BlockIterator, FullBlocks
+from ..tiling.block_iterator import BlockIterator, FullBlocks, GroupOrder
 from ..tiling.tile import DenseAddressing, TileAddressing
 
 
@@ -78,6 +78,17 @@ class KernelFeatures:
     def masking_stage(self, call: object) -> ScoreStage:
         """Return the stage to mask invisible scores. Every score pipeline contains such a stage."""
         return KvBoundsStage()
+
+    def group_order(self, call: object, group: Int32) -> GroupOrder | None:
+        """Return the order in which a backward on Hopper visits the `group` query heads of a KV head.
+
+        Returns:
+            The order; None for the order of heads with a score stage or a block iterator that differs by query head.
+        """
+        block_iterator = self.block_iterator(call)
+        if not (block_iterator.is_shared_by_heads and self.score_pipeline(call).is_shared_by_heads):
+            return None
+        return GroupOrder.create(group, block_iterator.keys_see_last_row(call.k.shape[2]))
 
     def score_pipeline(self, call: object) -> ScorePipeline:
         return ScorePipeline((self.masking_stage(call),))

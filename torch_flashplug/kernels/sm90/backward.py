@@ -44,7 +44,7 @@ from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
 from ..tiling.backward_tile_scheduler import BackwardTileScheduler, kv_heads_per_l2_group
-from ..tiling.block_iterator import BlockIterator, QueryBlockRange
+from ..tiling.block_iterator import BlockIterator, GroupOrder, GroupQueryBlocks, QueryBlockRange
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile, TileAddressing, TileGrid
 from .common import TmaOperands
@@ -105,10 +105,12 @@ class BackwardWork:
     sharing: Int32  # tiles of a block of keys; all of them read the K and V of the same KV head
     tile_m: int
     tile_n: int
+    group_order: GroupOrder | None = None  # order of the query heads; None: one head after the other
 
-    def query_range(self, tile: Tile) -> QueryBlockRange:
+    def query_range(self, tile: Tile) -> QueryBlockRange | GroupQueryBlocks:
         """Return the query blocks that a tile visits."""
-        return self.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n).query_blocks(tile)
+        query_range = self.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n).query_blocks(tile)
+        return query_range if self.group_order is None else GroupQueryBlocks(query_range, self.group_order)
 
 
 @dataclass(frozen=True)
@@ -323,7 +325,9 @@ class BackwardSm90(KernelCall, kind="bwd"):
         # Bytes per query row: Q, dO and dQ in fp32.
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES
         num_ctas = call.num_ctas if self.in_order else None
-        l2_group_heads = kv_heads_per_l2_group(bound_iterator, group, B * shares, row_bytes, num_ctas)
+        l2_group_heads = kv_heads_per_l2_group(
+            bound_iterator, group, B * shares, row_bytes, num_ctas, self.group_order(call, group)
+        )
         heads_ahead = B * shares if self.in_order else l2_group_heads
         layout = WorkspaceLayout.create(heads_ahead, num_n_blocks, B * shares, group)
         score_pipeline = self.features.score_pipeline(call)
@@ -357,12 +361,19 @@ class BackwardSm90(KernelCall, kind="bwd"):
             self.features.score_pipeline(call).tma(self.score_layout),
         )
         workspace = BackwardWorkspaceTensors(call.row_stats, call.dq_workspace)
-        self.kernel(operands, workspace, call.scales, call.counter, l2_group_heads, layout.heads, *feature_args).launch(
+        group_order = self.group_order(call, layout.group)
+        self.kernel(
+            operands, workspace, call.scales, call.counter, l2_group_heads, layout.heads, *feature_args, group_order
+        ).launch(
             grid=(cutlass.min(layout.portions * call.dk.shape[1] * call.dk.shape[0], call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    def group_order(self, call: KernelArgs, group: Int32) -> GroupOrder | None:
+        """Return the order of the `group` query heads of a KV head; None in the fixed order of a deterministic spec."""
+        return None if self.in_order else self.features.group_order(call, group)
 
     def create_pipelines(self, smem: cutlass.memory.SmemAllocator) -> BackwardPipelines:
         """Create all pipelines of a CTA.
@@ -429,6 +440,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         addressing: TileAddressing,
         block_iterator: BlockIterator,
         score_pipeline: ScorePipeline,
+        group_order: GroupOrder | None,
     ):
         """Assign the warp roles of the main kernel."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -452,7 +464,9 @@ class BackwardSm90(KernelCall, kind="bwd"):
             mCounter.iterator, pipelines.tile_index, order.total, fetches_first_tile=True
         )
         tile_grid, heads = addressing.of_keys(order, sizes), (Hq // shares, shares // Hkv)
-        work = BackwardWork(pipelines, tile_scheduler, tile_grid, block_iterator, *heads, self.tile_m, self.tile_n)
+        work = BackwardWork(
+            pipelines, tile_scheduler, tile_grid, block_iterator, *heads, self.tile_m, self.tile_n, group_order
+        )
         writer = warp_idx % DQ_WRITERS
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element.dtype)
         unit_mma = sm90.make_mma(self.element.dtype, self.half, "rows", "columns")
@@ -511,15 +525,15 @@ class BackwardSm90(KernelCall, kind="bwd"):
             query_range = work.query_range(tile)
             if cutlass.const_expr(not self.in_order):
                 dq_writer.wait_cleared(tile.batch * work.tile_grid.order.heads + tile.head)
-            for g in cutlass.range(work.group, unroll=1):
-                tQsQ, tQgQ = tile.queries(q, g).tiles((self.tile_m, self.d), (None, 0))
-                tOsO, tOgO = tile.queries(do, g).tiles((self.tile_m, self.dv), (None, 0))
-                gRowStats = tile.row_stats(mRowStats, g, self.tile_m)
+            for g in cutlass.range(query_range.outer_heads(work.group), unroll=1):
                 head_range = query_range.of_head(g)
                 stage_loads = score_pipeline.begin_tile_load(tile, tile.query_head(g))
                 subrange = head_range.all_blocks()
                 for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
-                    block = head_range.nth(j)
+                    block, head = head_range.step(j, g)
+                    tQsQ, tQgQ = tile.queries(q, head).tiles((self.tile_m, self.d), (None, 0))
+                    tOsO, tOgO = tile.queries(do, head).tiles((self.tile_m, self.dv), (None, 0))
+                    gRowStats = tile.row_stats(mRowStats, head, self.tile_m)
                     sm90.load_block(q.atom, tQgQ, tQsQ, pipeline_q, block, count)
                     load_rows(
                         gRowStats[0, None, 0, block], shared.lse[None, pipeline_q.stage_index(count)], pipeline_q, count
@@ -649,15 +663,13 @@ class BackwardSm90(KernelCall, kind="bwd"):
             state.dK.acc.fill(0.0)
             state.dV.acc.fill(0.0)
             first_step, unit = step_count, Int32(0)
-            for g in cutlass.range(work.group, unroll=1):
-                first_block = workspace.first_block(tile, g, work.tile_grid.order.heads)
+            for g in cutlass.range(query_range.outer_heads(work.group), unroll=1):
                 head_range, head_stages = query_range.of_head(g), tile_stages.of_head(tile.query_head(g))
                 for subrange in head_range.subranges():
                     head_stages.begin(head_range.nth(subrange.begin), subrange.masked)
                     for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
-                        step = StepContext(
-                            head_stages, subrange.masked, head_range.nth(j), head_range.next(j, subrange)
-                        )
+                        block, head = head_range.step(j, g)
+                        step = StepContext(head_stages, subrange.masked, block, head_range.next(j, subrange))
                         pending_dq = PendingDq(unit, step_count - first_step)
                         if cutlass.const_expr(self.kv_in_registers):
                             self.step_all_products_in_flight(state, step_count, pending_dq, step, scale_log2)
@@ -665,6 +677,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
                             self.step_reuse_registers(state, step_count, pending_dq, step, scale_log2)
                         pipelines.do.consumer_release(step_count)
                         pipelines.q.consumer_release(step_count)
+                        first_block = workspace.first_block(tile, head, work.tile_grid.order.heads)
                         unit = (first_block + step.block) * UNITS + wg * 4 + warp_idx
                         step_count += 1
             warpgroup.wait_group(0)

@@ -11,7 +11,7 @@ position j.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import cutlass
@@ -43,6 +43,17 @@ class BlockIterator:
 
     # True if rows of a tile may see different numbers of keys. Tiles then differ in length, too.
     tile_lengths_vary = False
+    is_shared_by_heads = False  # True if all query heads visit the same blocks
+
+    def keys_see_last_row(self, Sk: Int32) -> cutlass.Boolean | bool:
+        """Return whether KV blocks are visible from different rows on, and all of them to the last row.
+
+        A backward on Hopper then visits the heads of a group together (`GroupOrder`).
+
+        Args:
+            Sk: number of keys.
+        """
+        return False
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,7 @@ class FullBlocks(BlockIterator):
     """
 
     causal = False
+    is_shared_by_heads = True
 
     def bind(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundBlocks:
         return BoundBlocks(self.causal, sizes, tile_m, tile_n)
@@ -67,6 +79,9 @@ class CausalBlocks(FullBlocks):
 
     causal = True
     tile_lengths_vary = True
+
+    def keys_see_last_row(self, Sk: Int32) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -310,8 +325,16 @@ class QueryBlockRange(BlockRange):
         """Return the number of steps for `heads` query heads."""
         return heads * (self.end - self.begin)
 
+    def outer_heads(self, group: Int32) -> Int32 | int:
+        """Return the number of heads of the loop around the steps, for `group` query heads of a KV head."""
+        return group
+
     def of_head(self, head: Int32) -> QueryBlockRange:
         return self
+
+    def step(self, j: Int32, head: Int32) -> QueryStep:
+        """Return the block and the query head at position j of the range of query head number `head`."""
+        return QueryStep(self.nth(j), head)
 
     def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
         return BlockSubrange(True, self.begin, self.masked_end), BlockSubrange(False, self.masked_end, self.end)
@@ -340,6 +363,79 @@ class QueryBlockRange(BlockRange):
 
     def masked(self, step: QueryBlockStep) -> cutlass.Boolean:
         return step.j < self.masked_end
+
+
+class QueryStep(NamedTuple):
+    """Block of rows and query head of a backward step. Heads are counted from the first head of the group."""
+
+    block: Int32
+    head: Int32
+
+
+@dataclass(frozen=True)
+class GroupOrder:
+    """Order in which a tile of keys visits the query heads of a group.
+
+    The heads form sets of equal size. A tile visits all blocks of rows for a set, then for the next set. Within a set,
+    all heads visit a block before the next block.
+
+    With a causal mask, the tiles of a KV head begin at different rows and end at the last row. In one set with all
+    heads, from the last row to the diagonal, the tiles read the same rows at the same time. With sets of a single head,
+    the tiles drift apart at every head by the difference of their lengths. Rows then leave L2 between two tiles. The
+    tiles of a window have equal lengths and do not drift apart.
+    """
+
+    heads: cute.FastDivmodDivisorV2  # query heads of a set
+    sets: Int32
+
+    @classmethod
+    def create(cls, group: Int32, visits_together: cutlass.Boolean | bool) -> GroupOrder:
+        """Return the order with one set of `group` heads, or with `group` sets of one head."""
+        is_one_set = cutlass.Boolean(visits_together)
+        heads, sets = (cutlass.select_(is_one_set, *pair) for pair in ((group, 1), (1, group)))
+        return cls(cute.FastDivmodDivisorV2(heads), sets)
+
+
+@dataclass(frozen=True)
+class GroupQueryBlocks:
+    """Query blocks of a KV block for all heads of a group, from the last block to the first block.
+
+    Positions count the steps of a set of heads.
+    """
+
+    blocks: QueryBlockRange
+    order: GroupOrder
+    head_set: Int32 | int = 0
+
+    def outer_heads(self, group: Int32) -> Int32:
+        return self.order.sets
+
+    def of_head(self, head_set: Int32) -> GroupQueryBlocks:
+        return replace(self, head_set=head_set)
+
+    def total(self, heads: Int32) -> Int32:
+        return self.blocks.total(heads)
+
+    def step(self, j: Int32, head_set: Int32) -> QueryStep:
+        blocks, head = divmod(j, self.order.heads)
+        return QueryStep(self.blocks.end - 1 - blocks, head_set * self.order.heads.divisor + head)
+
+    def nth(self, j: Int32) -> Int32:
+        return self.blocks.end - 1 - j // self.order.heads
+
+    def next(self, j: Int32, subrange: BlockSubrange) -> Int32:
+        return self.nth(cutlass.min(j + 1, subrange.end - 1))
+
+    def subranges(self) -> tuple[BlockSubrange, ...]:
+        return tuple(self.steps(subrange) for subrange in reversed(self.blocks.subranges()))
+
+    def all_blocks(self) -> BlockSubrange:
+        return self.steps(self.blocks.all_blocks())
+
+    def steps(self, subrange: BlockSubrange) -> BlockSubrange:
+        """Return the positions of a subrange of the blocks."""
+        begin, end = ((self.blocks.end - bound) * self.order.heads.divisor for bound in (subrange.end, subrange.begin))
+        return BlockSubrange(subrange.masked, begin, end)
 
 
 @dataclass(frozen=True)
