@@ -328,7 +328,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         l2_group_heads = kv_heads_per_l2_group(
             bound_iterator, group, B * shares, row_bytes, num_ctas, self.group_order(call, group)
         )
-        heads_ahead = B * shares if self.in_order else l2_group_heads
+        heads_ahead = B * shares if self.in_order else addressing.max_heads_per_l2_group(l2_group_heads, B * shares)
         layout = WorkspaceLayout.create(heads_ahead, num_n_blocks, B * shares, group)
         score_pipeline = self.features.score_pipeline(call)
         row_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
@@ -457,6 +457,9 @@ class BackwardSm90(KernelCall, kind="bwd"):
         num_n_blocks, all_shares = addressing.blocks_of_keys(Sk, self.tile_n), shares * addressing.batch(mK)
         sizes = SeqlenInfo(Sq, Sk)
         bound_iterator = block_iterator.bind(sizes, self.tile_m, self.tile_n)
+        max_heads = addressing.max_heads_per_l2_group(l2_group_heads, all_shares)
+        l2_group_heads = addressing.heads_per_l2_group(l2_group_heads, all_shares, 1, of_keys=True)
+        l2_group_heads = cutlass.min(l2_group_heads, max_heads)
         order = BackwardTileScheduler(
             True, num_n_blocks, shares, all_shares, l2_group_heads, bound_iterator, self.in_order
         )
