@@ -25,7 +25,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ...registry.kernel_spec import DQ_WRITERS, FP32_BYTES, ROWS_PER_WARPGROUP, HopperSpec
+from ...registry.kernel_spec import DQ_WRITERS, FP32_BYTES, ROWS_PER_WARPGROUP, SWIZZLED_LINE, HopperSpec
 from ..backward.dq_writer import ADDED_STAGES, DqWriter, run_accumulator_warp
 from ..backward.pre_post_process import (
     WARPGROUPS,
@@ -305,12 +305,15 @@ class BackwardSm90(KernelCall, kind="bwd"):
 
     @property
     def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
-        """TMA load configurations of Q, dO, K and V: stages of tile_m queries, and 64 keys per warpgroup."""
-        return tuple(
-            sm90.TmaLoadConfig.create(self.element, rows, columns, num_stages)
-            for rows, num_stages in ((self.tile_m, self.stages), (ROWS, WARPGROUPS))
-            for columns in (self.d, self.dv)
-        )
+        """TMA load configurations of Q, dO, K and V: stages of tile_m queries, and 64 keys per warpgroup.
+
+        dQ multiplies halves of the columns of K.
+        """
+        q, do = (sm90.TmaLoadConfig.create(self.element, self.tile_m, x, self.stages) for x in (self.d, self.dv))
+        k, v = (sm90.TmaLoadConfig.create(self.element, ROWS, x, WARPGROUPS) for x in (self.d, self.dv))
+        if self.d % (SWIZZLED_LINE // self.element.bytes):
+            k = sm90.TmaLoadConfig.in_column_halves(self.element, ROWS, self.d, WARPGROUPS)
+        return q, do, k, v
 
     @cute.jit
     def launch(self, call: KernelArgs, stream: cuda.CUstream):
@@ -595,9 +598,11 @@ class BackwardSm90(KernelCall, kind="bwd"):
         acc_S, acc_dP = (sm90.zeros(mma_s, (ROWS, self.tile_m)) for _ in range(2))  # 64 keys x tile_m queries each
         acc_dK, acc_dV = sm90.zeros(mma_k, (ROWS, self.d)), sm90.zeros(mma_v, (ROWS, self.dv))  # (64, D) and (64, Dv)
         P = dS = fragments.OperandA.create(acc_S, self.element)
-        acc_dQ = cute.make_tensor(acc_dP.iterator, cute.make_layout(mma_q.partition_shape_C((ROWS, self.half))))
+        acc_dQ = sm90.zeros(mma_q, (ROWS, self.half))
+        if self.half == self.tile_m and not self.kv_in_registers:
+            acc_dQ = cute.make_tensor(acc_dP.iterator, acc_dQ.layout)
         if self.kv_in_registers:
-            dS, acc_dQ = fragments.OperandA.create(acc_S, self.element), sm90.zeros(mma_q, (ROWS, self.half))
+            dS = fragments.OperandA.create(acc_S, self.element)
         # (D/2, 64, 2)
         wg_columns = cute.local_tile(sm90.transposed(shared.k), (self.half, ROWS, WARPGROUPS), (wg, 0, 0))
         tdQrK = mma_q.make_fragment_B(mma_q.partition_B(wg_columns))  # (MMA, 1, 64/16, warpgroup)
