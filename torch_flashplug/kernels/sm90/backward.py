@@ -671,12 +671,14 @@ class BackwardSm90(KernelCall, kind="bwd"):
             state.dK.acc.fill(0.0)
             state.dV.acc.fill(0.0)
             first_step, unit = step_count, Int32(0)
+            first_block = workspace.first_block(tile, 0, work.tile_grid.order.heads)
             for g in cutlass.range(query_range.outer_heads(work.group), unroll=1):
                 head_range, head_stages = query_range.of_head(g), tile_stages.of_head(tile.query_head(g))
+                base = head_range.workspace_base(first_block, g, workspace.num_m_blocks)
                 for subrange in head_range.subranges():
                     head_stages.begin(head_range.nth(subrange.begin), subrange.masked)
                     for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
-                        block, head = head_range.step(j, g)
+                        block, _ = head_range.step(j, g)
                         step = StepContext(head_stages, subrange.masked, block, head_range.next(j, subrange))
                         pending_dq = PendingDq(unit, step_count - first_step)
                         if cutlass.const_expr(self.kv_in_registers):
@@ -685,8 +687,11 @@ class BackwardSm90(KernelCall, kind="bwd"):
                             self.step_reuse_registers(state, step_count, pending_dq, step, scale_log2)
                         pipelines.do.consumer_release(step_count)
                         pipelines.q.consumer_release(step_count)
-                        first_block = workspace.first_block(tile, head, work.tile_grid.order.heads)
-                        unit = (first_block + step.block) * UNITS + wg * 4 + warp_idx
+                        unit = (
+                            head_range.workspace_block(j, block, base, workspace.num_m_blocks) * UNITS
+                            + wg * 4
+                            + warp_idx
+                        )
                         step_count += 1
             warpgroup.wait_group(0)
             pipelines.v.consumer_release(tile_count)

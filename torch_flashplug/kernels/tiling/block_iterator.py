@@ -336,6 +336,20 @@ class QueryBlockRange(BlockRange):
         """Return the block and the query head at position j of the range of query head number `head`."""
         return QueryStep(self.nth(j), head)
 
+    def workspace_base(self, first_block: Int32, head: Int32, num_m_blocks: Int32) -> Int32:
+        """Return the base of the workspace blocks of query head number `head`, for `workspace_block`.
+
+        Args:
+            first_block: first workspace block of the first query head of the group.
+            head: number of the query head in the group.
+            num_m_blocks: workspace blocks of a query head.
+        """
+        return first_block + head * num_m_blocks
+
+    def workspace_block(self, j: Int32, block: Int32, base: Int32, num_m_blocks: Int32) -> Int32:
+        """Return the workspace block of the step at position j, which visits `block`."""
+        return base + block
+
     def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
         return BlockSubrange(True, self.begin, self.masked_end), BlockSubrange(False, self.masked_end, self.end)
 
@@ -422,6 +436,14 @@ class GroupQueryBlocks:
 
     def nth(self, j: Int32) -> Int32:
         return self.blocks.end - 1 - j // self.order.heads
+
+    def workspace_base(self, first_block: Int32, head_set: Int32, num_m_blocks: Int32) -> Int32:
+        return first_block + head_set * self.order.heads.divisor * num_m_blocks + self.blocks.end - 1
+
+    def workspace_block(self, j: Int32, block: Int32, base: Int32, num_m_blocks: Int32) -> Int32:
+        # The form needs no register for the end of the blocks.
+        blocks, head = divmod(j, self.order.heads)
+        return base + head * num_m_blocks - blocks
 
     def next(self, j: Int32, subrange: BlockSubrange) -> Int32:
         return self.nth(cutlass.min(j + 1, subrange.end - 1))

@@ -21,7 +21,15 @@ from cutlass import Int32, Int64, Uint32
 from ...registry.kernel_spec import SPARSE_BLOCK, SPARSE_BLOCK_M_192
 from ...registry.mask_layout import INDEX_BITS
 from ..primitives.fragments import zero_of
-from .block_iterator import BlockIterator, BlockRange, BlockSubrange, KvBlocks, QueryStep, WarpgroupKvRange
+from .block_iterator import (
+    BlockIterator,
+    BlockRange,
+    BlockSubrange,
+    KvBlocks,
+    QueryBlockRange,
+    QueryStep,
+    WarpgroupKvRange,
+)
 from .seqlen_info import SeqlenInfo
 from .tile import Tile
 
@@ -279,6 +287,8 @@ class SparseQueryBlockRange(SparseBlockRange):
     def step(self, j: Int32, head: Int32) -> QueryStep:
         """Return the block and the query head at position j of the range of query head number `head`."""
         return QueryStep(self.nth(j), head)
+
+    workspace_base, workspace_block = QueryBlockRange.workspace_base, QueryBlockRange.workspace_block
 
     def num_later_ranges(self, j: Int32) -> Int32:
         """Return the number of ranges of ORDER_BLOCK_N keys with earlier accumulation."""
