@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
+from cutlass import Int32
 
 from ...registry import features
 from ...registry.dtypes import KERNEL_DTYPES
