@@ -20,7 +20,7 @@ from ..mainloop.softmax import NoScaling
 from ..primitives.dtype import ELEMENTS, Element
 from ..score_stages.kv_bounds import KvBoundsStage
 from ..score_stages.pipeline import ScorePipeline, ScoreStage
-from ..tiling.block_iterator import BlockIterator, FullBlocks, GroupOrder
+from ..tiling.block_iterator import BlockIterator, FullBlocks
 from ..tiling.tile import DenseAddressing, TileAddressing
 
 
@@ -80,16 +80,13 @@ class KernelFeatures:
         """Return the stage to mask invisible scores. Every score pipeline contains such a stage."""
         return KvBoundsStage()
 
-    def group_order(self, call: object, group: Int32) -> GroupOrder | None:
-        """Return the order in which a backward on Hopper visits the `group` query heads of a KV head.
+    def group_divisor(self, call: object, group: Int32) -> cute.FastDivmodDivisorV2 | None:
+        """Return `group` as a divisor if a backward on Hopper visits the query heads of a KV head together.
 
-        Returns:
-            The order; None for the order of heads with a score stage or a block iterator that differs by query head.
+        A score stage with data of a query head keeps the heads apart. The result is then None.
         """
-        block_iterator = self.block_iterator(call)
-        if not (block_iterator.is_shared_by_heads and self.score_pipeline(call).is_shared_by_heads):
-            return None
-        return GroupOrder.create(group, block_iterator.keys_see_last_row(call.k.shape[2]))
+        together = self.block_iterator(call).visits_group_together and self.score_pipeline(call).is_shared_by_heads
+        return cute.FastDivmodDivisorV2(group) if together else None
 
     def score_pipeline(self, call: object) -> ScorePipeline:
         return ScorePipeline((self.masking_stage(call),))

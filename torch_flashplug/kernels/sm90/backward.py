@@ -44,7 +44,7 @@ from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
 from ..tiling.backward_tile_scheduler import BackwardTileScheduler, kv_heads_per_l2_group
-from ..tiling.block_iterator import BlockIterator, GroupOrder, GroupQueryBlocks, QueryBlockRange
+from ..tiling.block_iterator import BlockIterator, GroupQueryBlocks, QueryBlockRange
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile, TileAddressing, TileGrid
 from .common import TmaOperands
@@ -105,12 +105,14 @@ class BackwardWork:
     sharing: Int32  # tiles of a block of keys; all of them read the K and V of the same KV head
     tile_m: int
     tile_n: int
-    group_order: GroupOrder | None = None  # order of the query heads; None: one head after the other
+    group_divisor: cute.FastDivmodDivisorV2 | None = None  # `group`, if a tile visits the heads of a group together
 
     def query_range(self, tile: Tile) -> QueryBlockRange | GroupQueryBlocks:
         """Return the query blocks that a tile visits."""
         query_range = self.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n).query_blocks(tile)
-        return query_range if self.group_order is None else GroupQueryBlocks(query_range, self.group_order)
+        if self.group_divisor is None:
+            return query_range
+        return GroupQueryBlocks.create(query_range, self.group_divisor, tile.block)
 
 
 @dataclass(frozen=True)
@@ -329,7 +331,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES
         num_ctas = call.num_ctas if self.in_order else None
         l2_group_heads = kv_heads_per_l2_group(
-            bound_iterator, group, B * shares, row_bytes, num_ctas, self.group_order(call, group)
+            bound_iterator, group, B * shares, row_bytes, num_ctas, self.group_divisor(call, group)
         )
         heads_ahead = B * shares if self.in_order else addressing.max_heads_per_l2_group(l2_group_heads, B * shares)
         layout = WorkspaceLayout.create(heads_ahead, num_n_blocks, B * shares, group)
@@ -364,9 +366,9 @@ class BackwardSm90(KernelCall, kind="bwd"):
             self.features.score_pipeline(call).tma(self.score_layout),
         )
         workspace = BackwardWorkspaceTensors(call.row_stats, call.dq_workspace)
-        group_order = self.group_order(call, layout.group)
+        group_divisor = self.group_divisor(call, layout.group)
         self.kernel(
-            operands, workspace, call.scales, call.counter, l2_group_heads, layout.heads, *feature_args, group_order
+            operands, workspace, call.scales, call.counter, l2_group_heads, layout.heads, *feature_args, group_divisor
         ).launch(
             grid=(cutlass.min(layout.portions * call.dk.shape[1] * call.dk.shape[0], call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
@@ -374,9 +376,9 @@ class BackwardSm90(KernelCall, kind="bwd"):
             min_blocks_per_mp=1,
         )
 
-    def group_order(self, call: KernelArgs, group: Int32) -> GroupOrder | None:
-        """Return the order of the `group` query heads of a KV head; None in the fixed order of a deterministic spec."""
-        return None if self.in_order else self.features.group_order(call, group)
+    def group_divisor(self, call: KernelArgs, group: Int32) -> cute.FastDivmodDivisorV2 | None:
+        """Return `KernelFeatures.group_divisor`, or None in the fixed order of a deterministic spec."""
+        return None if self.in_order else self.features.group_divisor(call, group)
 
     def create_pipelines(self, smem: cutlass.memory.SmemAllocator) -> BackwardPipelines:
         """Create all pipelines of a CTA.
@@ -443,7 +445,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         addressing: TileAddressing,
         block_iterator: BlockIterator,
         score_pipeline: ScorePipeline,
-        group_order: GroupOrder | None,
+        group_divisor: cute.FastDivmodDivisorV2 | None,
     ):
         """Assign the warp roles of the main kernel."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -471,7 +473,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         )
         tile_grid, heads = addressing.of_keys(order, sizes), (Hq // shares, shares // Hkv)
         work = BackwardWork(
-            pipelines, tile_scheduler, tile_grid, block_iterator, *heads, self.tile_m, self.tile_n, group_order
+            pipelines, tile_scheduler, tile_grid, block_iterator, *heads, self.tile_m, self.tile_n, group_divisor
         )
         writer = warp_idx % DQ_WRITERS
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element.dtype)
@@ -536,7 +538,8 @@ class BackwardSm90(KernelCall, kind="bwd"):
                 stage_loads = score_pipeline.begin_tile_load(tile, tile.query_head(g))
                 subrange = head_range.all_blocks()
                 for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
-                    block, head = head_range.step(j, g)
+                    block, head = head_range.step(j)
+                    head = g + head
                     tQsQ, tQgQ = tile.queries(q, head).tiles((self.tile_m, self.d), (None, 0))
                     tOsO, tOgO = tile.queries(do, head).tiles((self.tile_m, self.dv), (None, 0))
                     gRowStats = tile.row_stats(mRowStats, head, self.tile_m)
@@ -671,14 +674,13 @@ class BackwardSm90(KernelCall, kind="bwd"):
             state.dK.acc.fill(0.0)
             state.dV.acc.fill(0.0)
             first_step, unit = step_count, Int32(0)
-            first_block = workspace.first_block(tile, 0, work.tile_grid.order.heads)
             for g in cutlass.range(query_range.outer_heads(work.group), unroll=1):
+                first_block = workspace.first_block(tile, g, work.tile_grid.order.heads)
                 head_range, head_stages = query_range.of_head(g), tile_stages.of_head(tile.query_head(g))
-                base = head_range.workspace_base(first_block, g, workspace.num_m_blocks)
                 for subrange in head_range.subranges():
                     head_stages.begin(head_range.nth(subrange.begin), subrange.masked)
                     for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
-                        block, _ = head_range.step(j, g)
+                        block, head = head_range.step(j, subrange.masked)
                         step = StepContext(head_stages, subrange.masked, block, head_range.next(j, subrange))
                         pending_dq = PendingDq(unit, step_count - first_step)
                         if cutlass.const_expr(self.kv_in_registers):
@@ -687,11 +689,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
                             self.step_reuse_registers(state, step_count, pending_dq, step, scale_log2)
                         pipelines.do.consumer_release(step_count)
                         pipelines.q.consumer_release(step_count)
-                        unit = (
-                            head_range.workspace_block(j, block, base, workspace.num_m_blocks) * UNITS
-                            + wg * 4
-                            + warp_idx
-                        )
+                        unit = (first_block + head * workspace.num_m_blocks + block) * UNITS + wg * 4 + warp_idx
                         step_count += 1
             warpgroup.wait_group(0)
             pipelines.v.consumer_release(tile_count)

@@ -34,7 +34,7 @@ from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
 from ..tiling.backward_tile_scheduler import BackwardTileScheduler, kv_heads_per_l2_group
-from ..tiling.block_iterator import BlockIterator, BlockSubrange, GroupOrder, GroupQueryBlocks, QueryBlockRange
+from ..tiling.block_iterator import BlockIterator, BlockSubrange, GroupQueryBlocks, QueryBlockRange
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile, TileAddressing, TileGrid
 from .common import TmaOperands
@@ -87,12 +87,14 @@ class DkdvWork:
     block_iterator: BlockIterator
     group: Int32  # query heads visited by a tile
     sharing: Int32  # tiles of a block of keys; all of them read the K and V of the same KV head
-    group_order: GroupOrder | None = None  # order of the query heads; None: one head after the other
+    group_divisor: cute.FastDivmodDivisorV2 | None = None  # `group`, if a tile visits the heads of a group together
 
     def query_range(self, tile: Tile) -> QueryBlockRange | GroupQueryBlocks:
         """Return the query blocks that a tile visits."""
         query_range = self.block_iterator.bind(tile.sizes, TILE_M, TILE_N).query_blocks(tile)
-        return query_range if self.group_order is None else GroupQueryBlocks(query_range, self.group_order)
+        if self.group_divisor is None:
+            return query_range
+        return GroupQueryBlocks.create(query_range, self.group_divisor, tile.block)
 
 
 @dataclass(frozen=True)
@@ -228,13 +230,13 @@ class BackwardDkdvSm90:
         block_iterator = self.features.block_iterator(call)
         score_pipeline = self.features.score_pipeline(call).tma(self.score_layout)
         bound_iterator = block_iterator.bind(SeqlenInfo(call.q.shape[2], Sk), TILE_M, TILE_N)
-        group_order = self.features.group_order(call, group)
+        group_divisor = self.features.group_divisor(call, group)
         l2_group_heads = kv_heads_per_l2_group(
             bound_iterator,
             group,
             B * shares,
             (self.d + self.dv) * self.element.bytes,
-            group_order=group_order,
+            group_divisor=group_divisor,
         )
         self.kernel(
             operands,
@@ -245,7 +247,7 @@ class BackwardDkdvSm90:
             addressing,
             block_iterator,
             score_pipeline,
-            group_order,
+            group_divisor,
         ).launch(
             grid=(cutlass.min(num_n_blocks * B * shares, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
@@ -284,7 +286,7 @@ class BackwardDkdvSm90:
         addressing: TileAddressing,
         block_iterator: BlockIterator,
         score_pipeline: ScorePipeline,
-        group_order: GroupOrder | None,
+        group_divisor: cute.FastDivmodDivisorV2 | None,
     ):
         """Assign the warp roles: two producer warps load, and two consumer warpgroups multiply."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -307,7 +309,7 @@ class BackwardDkdvSm90:
         tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_index, order.total)
         heads = (Hq // shares, shares // Hkv)
         tile_grid = addressing.of_keys(order, sizes)
-        work = DkdvWork(pipelines, tile_scheduler, tile_grid, block_iterator, *heads, group_order)
+        work = DkdvWork(pipelines, tile_scheduler, tile_grid, block_iterator, *heads, group_divisor)
         consumers = 4 * WARPGROUPS
         query_pipelines = (sm90.PipelineWarps(pipeline, consumers) for pipeline in (pipelines.q, pipelines.do))
         kv_pipelines = (sm90.PipelineWarps(pipeline, 4) for pipeline in (pipelines.k, pipelines.v))
@@ -358,7 +360,8 @@ class BackwardDkdvSm90:
                 stage_loads = score_pipeline.begin_tile_load(tile, tile.query_head(g))
                 subrange = head_range.all_blocks()
                 for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
-                    m_block, head = head_range.step(j, g)
+                    m_block, head = head_range.step(j)
+                    head = g + head
                     gRowStats = tile.row_stats(mRowStats, head, TILE_M)
                     tQsQ, tQgQ = tile.queries(q, head).tiles((TILE_M, self.d), (None, 0))
                     tOsO, tOgO = tile.queries(do, head).tiles((TILE_M, self.dv), (None, 0))

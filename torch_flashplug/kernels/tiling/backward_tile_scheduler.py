@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ..primitives.tile_scheduler import TileScheduler
-from .block_iterator import BoundBlocks, GroupOrder, QueryBlockRange
+from .block_iterator import BoundBlocks, QueryBlockRange
 
 STEPS_BEHIND = 3  # steps by which a KV block follows the previous block
 # Tiles of an L2 group, if tiles visit the query heads of a group together: about two tiles per CTA. With more tiles,
@@ -58,7 +58,7 @@ def kv_heads_per_l2_group(
     kv_heads: Int32,
     row_bytes: int,
     num_ctas: Int32 | None = None,
-    group_order: GroupOrder | None = None,
+    group_divisor: cute.FastDivmodDivisorV2 | None = None,
 ) -> Int32:
     """Return the number of KV heads per L2 group. Tiles of these heads take turns.
 
@@ -68,20 +68,18 @@ def kv_heads_per_l2_group(
         kv_heads: KV heads over the whole batch.
         row_bytes: bytes read and accumulated by the steps per query row of a head.
         num_ctas: number of concurrent CTAs, given in deterministic mode.
-        group_order: order in which a tile visits the query heads of a group, if the kernel has such an order.
+        group_divisor: `group`, if a tile visits the query heads of a group together.
     """
     Sq, Sk = blocks.sizes.Sq, blocks.sizes.Sk
     if blocks.tile_lengths_vary:
         head_bytes = Int64(Sq) * group * row_bytes
         num_n_blocks = cute.ceil_div(Sk, blocks.tile_n)
         fitting_heads = TileScheduler.heads_per_l2_group(head_bytes, num_n_blocks, 1, kv_heads)
-        if group_order is None:
+        if group_divisor is None:
             return fitting_heads
         most = cutlass.max(TILES_PER_L2_GROUP // num_n_blocks, 1)
         num_groups = cutlass.max((kv_heads + most // 2) // most, 1)
-        return cutlass.select_(
-            (group_order.sets == 1) & (group > 1), cute.ceil_div(kv_heads, num_groups), fitting_heads
-        )
+        return cutlass.select_(group > 1, cute.ceil_div(kv_heads, num_groups), fitting_heads)
     if num_ctas is not None:
         # Enough heads to start all CTAs, successively, in the time of a tile.
         steps = cute.ceil_div(Sq, blocks.tile_m) * group

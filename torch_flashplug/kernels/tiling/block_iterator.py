@@ -11,7 +11,7 @@ position j.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import cutlass
@@ -43,17 +43,8 @@ class BlockIterator:
 
     # True if rows of a tile may see different numbers of keys. Tiles then differ in length, too.
     tile_lengths_vary = False
-    is_shared_by_heads = False  # True if all query heads visit the same blocks
-
-    def keys_see_last_row(self, Sk: Int32) -> cutlass.Boolean | bool:
-        """Return whether KV blocks are visible from different rows on, and all of them to the last row.
-
-        A backward on Hopper then visits the heads of a group together (`GroupOrder`).
-
-        Args:
-            Sk: number of keys.
-        """
-        return False
+    # True if a backward on Hopper visits the query heads of a group together (`GroupQueryBlocks`).
+    visits_group_together = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +55,6 @@ class FullBlocks(BlockIterator):
     """
 
     causal = False
-    is_shared_by_heads = True
 
     def bind(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundBlocks:
         return BoundBlocks(self.causal, sizes, tile_m, tile_n)
@@ -78,10 +68,7 @@ class CausalBlocks(FullBlocks):
     """
 
     causal = True
-    tile_lengths_vary = True
-
-    def keys_see_last_row(self, Sk: Int32) -> bool:
-        return True
+    tile_lengths_vary = visits_group_together = True
 
 
 @dataclass(frozen=True)
@@ -332,23 +319,9 @@ class QueryBlockRange(BlockRange):
     def of_head(self, head: Int32) -> QueryBlockRange:
         return self
 
-    def step(self, j: Int32, head: Int32) -> QueryStep:
-        """Return the block and the query head at position j of the range of query head number `head`."""
-        return QueryStep(self.nth(j), head)
-
-    def workspace_base(self, first_block: Int32, head: Int32, num_m_blocks: Int32) -> Int32:
-        """Return the base of the workspace blocks of query head number `head`, for `workspace_block`.
-
-        Args:
-            first_block: first workspace block of the first query head of the group.
-            head: number of the query head in the group.
-            num_m_blocks: workspace blocks of a query head.
-        """
-        return first_block + head * num_m_blocks
-
-    def workspace_block(self, j: Int32, block: Int32, base: Int32, num_m_blocks: Int32) -> Int32:
-        """Return the workspace block of the step at position j, which visits `block`."""
-        return base + block
+    def step(self, j: Int32, masked: bool = True) -> QueryStep:
+        """Return the block and the query head at position j."""
+        return QueryStep(self.nth(j), 0)
 
     def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
         return BlockSubrange(True, self.begin, self.masked_end), BlockSubrange(False, self.masked_end, self.end)
@@ -380,84 +353,70 @@ class QueryBlockRange(BlockRange):
 
 
 class QueryStep(NamedTuple):
-    """Block of rows and query head of a backward step. Heads are counted from the first head of the group."""
+    """Block of rows and query head of a backward step."""
 
     block: Int32
-    head: Int32
-
-
-@dataclass(frozen=True)
-class GroupOrder:
-    """Order in which a tile of keys visits the query heads of a group.
-
-    The heads form sets of equal size. A tile visits all blocks of rows for a set, then for the next set. Within a set,
-    all heads visit a block before the next block.
-
-    With a causal mask, the tiles of a KV head begin at different rows and end at the last row. In one set with all
-    heads, from the last row to the diagonal, the tiles read the same rows at the same time. With sets of a single head,
-    the tiles drift apart at every head by the difference of their lengths. Rows then leave L2 between two tiles. The
-    tiles of a window have equal lengths and do not drift apart.
-    """
-
-    heads: cute.FastDivmodDivisorV2  # query heads of a set
-    sets: Int32
-
-    @classmethod
-    def create(cls, group: Int32, visits_together: cutlass.Boolean | bool) -> GroupOrder:
-        """Return the order with one set of `group` heads, or with `group` sets of one head."""
-        is_one_set = cutlass.Boolean(visits_together)
-        heads, sets = (cutlass.select_(is_one_set, *pair) for pair in ((group, 1), (1, group)))
-        return cls(cute.FastDivmodDivisorV2(heads), sets)
+    head: Int32 | int  # counted from the head of the loop around the steps (`outer_heads`)
 
 
 @dataclass(frozen=True)
 class GroupQueryBlocks:
-    """Query blocks of a KV block for all heads of a group, from the last block to the first block.
+    """Query blocks of a KV block, with all query heads of the group at a block before the next block.
 
-    Positions count the steps of a set of heads.
+    With a causal mask, the tiles of a KV head begin at different rows and end at the last row. In this order, from the
+    last row to the diagonal, the tiles read the same rows at the same time. Tiles that visit one head after the other
+    drift apart at every head by the difference of their lengths, and rows leave L2 between two tiles.
+
+    Neighboring tiles begin with different heads of the group, so that fewer tiles add to the same dQ at the same time.
+    A group of one head has no drift. Its blocks are visited upwards, the masked blocks last: then tiles begin at
+    different rows. Positions count steps.
     """
 
     blocks: QueryBlockRange
-    order: GroupOrder
-    head_set: Int32 | int = 0
+    group: cute.FastDivmodDivisorV2  # query heads of a KV head
+    first_head: Int32
 
-    def outer_heads(self, group: Int32) -> Int32:
-        return self.order.sets
+    @classmethod
+    def create(cls, blocks: QueryBlockRange, group: cute.FastDivmodDivisorV2, n_block: Int32) -> GroupQueryBlocks:
+        """Return the query blocks of KV block number `n_block`."""
+        return cls(blocks, group, n_block % group)
 
-    def of_head(self, head_set: Int32) -> GroupQueryBlocks:
-        return replace(self, head_set=head_set)
+    def outer_heads(self, group: Int32) -> int:
+        return 1
+
+    def of_head(self, head: Int32) -> GroupQueryBlocks:
+        return self
 
     def total(self, heads: Int32) -> Int32:
         return self.blocks.total(heads)
 
-    def step(self, j: Int32, head_set: Int32) -> QueryStep:
-        blocks, head = divmod(j, self.order.heads)
-        return QueryStep(self.blocks.end - 1 - blocks, head_set * self.order.heads.divisor + head)
+    def step(self, j: Int32, masked: bool = True) -> QueryStep:
+        """Return the block and the query head at position j. `masked` may be False in the unmasked subrange."""
+        count, nth_head = divmod(j, self.group)
+        head, heads = nth_head + self.first_head, self.group.divisor
+        return QueryStep(self.block(count, masked), cutlass.select_(head >= heads, head - heads, head))
+
+    def block(self, count: Int32, masked: bool) -> Int32:
+        """Return the block after `count` visited blocks."""
+        is_group = self.group.divisor > 1
+        start = cutlass.select_(is_group, self.blocks.end - 1, self.blocks.masked_end)
+        block = start + cutlass.select_(is_group, -1, 1) * count
+        if not masked:
+            return block
+        return cutlass.select_(block >= self.blocks.end, block - (self.blocks.end - self.blocks.begin), block)
 
     def nth(self, j: Int32) -> Int32:
-        return self.blocks.end - 1 - j // self.order.heads
-
-    def workspace_base(self, first_block: Int32, head_set: Int32, num_m_blocks: Int32) -> Int32:
-        return first_block + head_set * self.order.heads.divisor * num_m_blocks + self.blocks.end - 1
-
-    def workspace_block(self, j: Int32, block: Int32, base: Int32, num_m_blocks: Int32) -> Int32:
-        # The form needs no register for the end of the blocks.
-        blocks, head = divmod(j, self.order.heads)
-        return base + head * num_m_blocks - blocks
+        return self.block(j // self.group, True)
 
     def next(self, j: Int32, subrange: BlockSubrange) -> Int32:
         return self.nth(cutlass.min(j + 1, subrange.end - 1))
 
-    def subranges(self) -> tuple[BlockSubrange, ...]:
-        return tuple(self.steps(subrange) for subrange in reversed(self.blocks.subranges()))
+    def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
+        full = (self.blocks.end - self.blocks.masked_end) * self.group.divisor
+        return BlockSubrange(False, Int32(0), full), BlockSubrange(True, full, self.total(self.group.divisor))
 
     def all_blocks(self) -> BlockSubrange:
-        return self.steps(self.blocks.all_blocks())
-
-    def steps(self, subrange: BlockSubrange) -> BlockSubrange:
-        """Return the positions of a subrange of the blocks."""
-        begin, end = ((self.blocks.end - bound) * self.order.heads.divisor for bound in (subrange.end, subrange.begin))
-        return BlockSubrange(subrange.masked, begin, end)
+        return BlockSubrange(False, Int32(0), self.total(self.group.divisor))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from .block_iterator import (
     BlockRange,
     BlockSubrange,
     KvBlocks,
-    QueryBlockRange,
     QueryStep,
     WarpgroupKvRange,
 )
@@ -284,11 +283,9 @@ class SparseBlockRange(BlockRange):
 class SparseQueryBlockRange(SparseBlockRange):
     """Range of the listed query blocks of a KV tile."""
 
-    def step(self, j: Int32, head: Int32) -> QueryStep:
-        """Return the block and the query head at position j of the range of query head number `head`."""
-        return QueryStep(self.nth(j), head)
-
-    workspace_base, workspace_block = QueryBlockRange.workspace_base, QueryBlockRange.workspace_block
+    def step(self, j: Int32, masked: bool = True) -> QueryStep:
+        """Return the block and the query head at position j."""
+        return QueryStep(self.nth(j), 0)
 
     def num_later_ranges(self, j: Int32) -> Int32:
         """Return the number of ranges of ORDER_BLOCK_N keys with earlier accumulation."""

@@ -20,13 +20,10 @@ class SlidingWindow(BlockIterator):
     left: Int32
     right: Int32
     bottom_right: Int32  # 1 or 0
-    tile_lengths_vary = is_shared_by_heads = True
+    tile_lengths_vary = True
 
     def bind(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundSlidingWindow:
         return BoundSlidingWindow(self.reach(sizes), sizes, tile_m, tile_n)
-
-    def keys_see_last_row(self, Sk: Int32) -> cutlass.Boolean:
-        return self.left >= Sk
 
     def reach(self, sizes: SeqlenInfo) -> WindowReach:
         """Return the window of a sequence."""
