@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Int32
 
 from ...registry import features
 from ...registry.dtypes import KERNEL_DTYPES
@@ -80,13 +79,12 @@ class KernelFeatures:
         """Return the stage to mask invisible scores. Every score pipeline contains such a stage."""
         return KvBoundsStage()
 
-    def group_divisor(self, call: object, group: Int32) -> cute.FastDivmodDivisorV2 | None:
-        """Return `group` as a divisor if a backward on Hopper visits the query heads of a KV head together.
+    def visits_group_together(self, call: object) -> bool:
+        """Return True if a fused backward on Hopper visits the query heads of a group together.
 
-        A score stage with data of a query head keeps the heads apart. The result is then None.
+        A score stage with data of a query head keeps the heads apart.
         """
-        together = self.block_iterator(call).visits_group_together and self.score_pipeline(call).is_shared_by_heads
-        return cute.FastDivmodDivisorV2(group) if together else None
+        return self.block_iterator(call).visits_group_together and self.score_pipeline(call).is_shared_by_heads
 
     def score_pipeline(self, call: object) -> ScorePipeline:
         return ScorePipeline((self.masking_stage(call),))

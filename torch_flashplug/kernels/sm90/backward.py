@@ -327,28 +327,44 @@ class BackwardSm90(KernelCall, kind="bwd"):
         bound_iterator = self.features.block_iterator(call).bind(
             SeqlenInfo(call.q.shape[2], Sk), self.tile_m, self.tile_n
         )
+        visits_group_together = self.features.visits_group_together(call) and not self.in_order
         # Bytes per query row: Q, dO and dQ in fp32.
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES
         num_ctas = call.num_ctas if self.in_order else None
         l2_group_heads = kv_heads_per_l2_group(
-            bound_iterator, group, B * shares, row_bytes, num_ctas, self.group_divisor(call, group)
+            bound_iterator, group, B * shares, row_bytes, num_ctas, visits_group_together
         )
-        heads_ahead = B * shares if self.in_order else addressing.max_heads_per_l2_group(l2_group_heads, B * shares)
+        heads_ahead = B * shares if self.in_order else l2_group_heads
         layout = WorkspaceLayout.create(heads_ahead, num_n_blocks, B * shares, group)
         score_pipeline = self.features.score_pipeline(call)
         row_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
         self.preprocess(
             row_inputs, call.row_stats, call.dq_workspace, layout, score_pipeline.keep_scale, addressing, stream
         )
-        self.launch_main_kernel(call, l2_group_heads, layout, stream)
+        if cutlass.const_expr(visits_group_together):
+            if group > 1:
+                self.launch_main_kernel(call, l2_group_heads, layout, cute.FastDivmodDivisorV2(group), stream)
+            else:
+                self.launch_main_kernel(call, l2_group_heads, layout, None, stream)
+        else:
+            self.launch_main_kernel(call, l2_group_heads, layout, None, stream)
         scale = score_pipeline.scaled(call.scales.natural)
         self.postprocess(call.dq_workspace, call.row_stats, call.dq, scale, layout, addressing, stream)
 
     @cute.jit
     def launch_main_kernel(
-        self, call: KernelArgs, l2_group_heads: Int32, layout: WorkspaceLayout, stream: cuda.CUstream
-    ):
-        """Launch the main kernel."""
+        self, call: KernelArgs, l2_group_heads: Int32, layout: WorkspaceLayout,
+        group_divisor: cute.FastDivmodDivisorV2 | None, stream: cuda.CUstream,
+    ):  # fmt: skip
+        """Launch the main kernel.
+
+        Args:
+            call: arguments of the call.
+            l2_group_heads: KV heads per L2 group.
+            layout: layout of the dQ workspace.
+            group_divisor: query heads of a KV head, if a tile visits them together. None: one head after the other.
+            stream: CUDA stream.
+        """
         addressing = self.features.tile_addressing(call)
         q, do, k, v = self.inputs
         operands = TmaOperands.create(
@@ -366,7 +382,6 @@ class BackwardSm90(KernelCall, kind="bwd"):
             self.features.score_pipeline(call).tma(self.score_layout),
         )
         workspace = BackwardWorkspaceTensors(call.row_stats, call.dq_workspace)
-        group_divisor = self.group_divisor(call, layout.group)
         self.kernel(
             operands, workspace, call.scales, call.counter, l2_group_heads, layout.heads, *feature_args, group_divisor
         ).launch(
@@ -375,10 +390,6 @@ class BackwardSm90(KernelCall, kind="bwd"):
             stream=stream,
             min_blocks_per_mp=1,
         )
-
-    def group_divisor(self, call: KernelArgs, group: Int32) -> cute.FastDivmodDivisorV2 | None:
-        """Return `KernelFeatures.group_divisor`, or None in the fixed order of a deterministic spec."""
-        return None if self.in_order else self.features.group_divisor(call, group)
 
     def create_pipelines(self, smem: cutlass.memory.SmemAllocator) -> BackwardPipelines:
         """Create all pipelines of a CTA.
@@ -462,9 +473,6 @@ class BackwardSm90(KernelCall, kind="bwd"):
         num_n_blocks, all_shares = addressing.blocks_of_keys(Sk, self.tile_n), shares * addressing.batch(mK)
         sizes = SeqlenInfo(Sq, Sk)
         bound_iterator = block_iterator.bind(sizes, self.tile_m, self.tile_n)
-        max_heads = addressing.max_heads_per_l2_group(l2_group_heads, all_shares)
-        l2_group_heads = addressing.heads_per_l2_group(l2_group_heads, all_shares, 1, of_keys=True)
-        l2_group_heads = cutlass.min(l2_group_heads, max_heads)
         order = BackwardTileScheduler(
             True, num_n_blocks, shares, all_shares, l2_group_heads, bound_iterator, self.in_order
         )
@@ -680,7 +688,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
                 for subrange in head_range.subranges():
                     head_stages.begin(head_range.nth(subrange.begin), subrange.masked)
                     for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
-                        block, head = head_range.step(j, subrange.masked)
+                        block, head = head_range.step(j)
                         step = StepContext(head_stages, subrange.masked, block, head_range.next(j, subrange))
                         pending_dq = PendingDq(unit, step_count - first_step)
                         if cutlass.const_expr(self.kv_in_registers):

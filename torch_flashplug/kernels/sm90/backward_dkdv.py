@@ -34,9 +34,9 @@ from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
 from ..tiling.backward_tile_scheduler import BackwardTileScheduler, kv_heads_per_l2_group
-from ..tiling.block_iterator import BlockIterator, BlockSubrange, GroupQueryBlocks, QueryBlockRange
+from ..tiling.block_iterator import BlockIterator, BlockSubrange
 from ..tiling.seqlen_info import SeqlenInfo
-from ..tiling.tile import Tile, TileAddressing, TileGrid
+from ..tiling.tile import TileAddressing, TileGrid
 from .common import TmaOperands
 
 ROWS, ROWS_PER_WARP = ROWS_PER_WARPGROUP, sm90.ROWS_PER_WARP
@@ -87,14 +87,6 @@ class DkdvWork:
     block_iterator: BlockIterator
     group: Int32  # query heads visited by a tile
     sharing: Int32  # tiles of a block of keys; all of them read the K and V of the same KV head
-    group_divisor: cute.FastDivmodDivisorV2 | None = None  # `group`, if a tile visits the heads of a group together
-
-    def query_range(self, tile: Tile) -> QueryBlockRange | GroupQueryBlocks:
-        """Return the query blocks that a tile visits."""
-        query_range = self.block_iterator.bind(tile.sizes, TILE_M, TILE_N).query_blocks(tile)
-        if self.group_divisor is None:
-            return query_range
-        return GroupQueryBlocks.create(query_range, self.group_divisor, tile.block)
 
 
 @dataclass(frozen=True)
@@ -230,13 +222,8 @@ class BackwardDkdvSm90:
         block_iterator = self.features.block_iterator(call)
         score_pipeline = self.features.score_pipeline(call).tma(self.score_layout)
         bound_iterator = block_iterator.bind(SeqlenInfo(call.q.shape[2], Sk), TILE_M, TILE_N)
-        group_divisor = self.features.group_divisor(call, group)
         l2_group_heads = kv_heads_per_l2_group(
-            bound_iterator,
-            group,
-            B * shares,
-            (self.d + self.dv) * self.element.bytes,
-            group_divisor=group_divisor,
+            bound_iterator, group, B * shares, (self.d + self.dv) * self.element.bytes
         )
         self.kernel(
             operands,
@@ -247,7 +234,6 @@ class BackwardDkdvSm90:
             addressing,
             block_iterator,
             score_pipeline,
-            group_divisor,
         ).launch(
             grid=(cutlass.min(num_n_blocks * B * shares, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
@@ -286,7 +272,6 @@ class BackwardDkdvSm90:
         addressing: TileAddressing,
         block_iterator: BlockIterator,
         score_pipeline: ScorePipeline,
-        group_divisor: cute.FastDivmodDivisorV2 | None,
     ):
         """Assign the warp roles: two producer warps load, and two consumer warpgroups multiply."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -308,8 +293,7 @@ class BackwardDkdvSm90:
         )
         tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_index, order.total)
         heads = (Hq // shares, shares // Hkv)
-        tile_grid = addressing.of_keys(order, sizes)
-        work = DkdvWork(pipelines, tile_scheduler, tile_grid, block_iterator, *heads, group_divisor)
+        work = DkdvWork(pipelines, tile_scheduler, addressing.of_keys(order, sizes), block_iterator, *heads)
         consumers = 4 * WARPGROUPS
         query_pipelines = (sm90.PipelineWarps(pipeline, consumers) for pipeline in (pipelines.q, pipelines.do))
         kv_pipelines = (sm90.PipelineWarps(pipeline, 4) for pipeline in (pipelines.k, pipelines.v))
@@ -354,17 +338,16 @@ class BackwardDkdvSm90:
         tile_count, step_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx, work.group)
-            query_range = work.query_range(tile)
-            for g in cutlass.range(query_range.outer_heads(work.group), unroll=1):
+            query_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).query_blocks(tile)
+            for g in cutlass.range(work.group, unroll=1):
+                gRowStats = tile.row_stats(mRowStats, g, TILE_M)
+                tQsQ, tQgQ = tile.queries(q, g).tiles((TILE_M, self.d), (None, 0))
+                tOsO, tOgO = tile.queries(do, g).tiles((TILE_M, self.dv), (None, 0))
                 head_range = query_range.of_head(g)
                 stage_loads = score_pipeline.begin_tile_load(tile, tile.query_head(g))
                 subrange = head_range.all_blocks()
                 for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
-                    m_block, head = head_range.step(j)
-                    head = g + head
-                    gRowStats = tile.row_stats(mRowStats, head, TILE_M)
-                    tQsQ, tQgQ = tile.queries(q, head).tiles((TILE_M, self.d), (None, 0))
-                    tOsO, tOgO = tile.queries(do, head).tiles((TILE_M, self.dv), (None, 0))
+                    m_block = head_range.nth(j)
                     for x, g_, s_, pipeline, which, sRow in (
                         (q, tQgQ, tQsQ, work.pipelines.q, 0, shared.lse),
                         (do, tOgO, tOsO, work.pipelines.do, 1, shared.delta),
@@ -455,7 +438,7 @@ class BackwardDkdvSm90:
         tile_count, step_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx, work.group)
-            query_range = work.query_range(tile)
+            query_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).query_blocks(tile)
             end = step_count + query_range.total(work.group)
             key = tile.block * TILE_N + warp_in_group * ROWS_PER_WARP + lane // 4
             tile_stages = score_pipeline.set_tile(
@@ -468,7 +451,7 @@ class BackwardDkdvSm90:
             state.issue_next_scores(step_count, end)
             warpgroup.wait_group(0)
             self.wait_for_stores(state.wg)
-            for g in cutlass.range(query_range.outer_heads(work.group), unroll=1):
+            for g in cutlass.range(work.group, unroll=1):
                 head_range, head_stages = query_range.of_head(g), tile_stages.of_head(tile.query_head(g))
                 for subrange in head_range.subranges() if state.wg == 0 else (head_range.all_blocks(),):
                     if cutlass.const_expr(state.wg == 0):

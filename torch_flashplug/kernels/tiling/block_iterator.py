@@ -43,7 +43,7 @@ class BlockIterator:
 
     # True if rows of a tile may see different numbers of keys. Tiles then differ in length, too.
     tile_lengths_vary = False
-    # True if a backward on Hopper visits the query heads of a group together (`GroupQueryBlocks`).
+    # True if a fused backward on Hopper visits the query heads of a group together (`GroupQueryBlocks`).
     visits_group_together = False
 
 
@@ -319,7 +319,7 @@ class QueryBlockRange(BlockRange):
     def of_head(self, head: Int32) -> QueryBlockRange:
         return self
 
-    def step(self, j: Int32, masked: bool = True) -> QueryStep:
+    def step(self, j: Int32) -> QueryStep:
         """Return the block and the query head at position j."""
         return QueryStep(self.nth(j), 0)
 
@@ -368,12 +368,11 @@ class GroupQueryBlocks:
     drift apart at every head by the difference of their lengths, and rows leave L2 between two tiles.
 
     Neighboring tiles begin with different heads of the group, so that fewer tiles add to the same dQ at the same time.
-    A group of one head has no drift. Its blocks are visited upwards, the masked blocks last: then tiles begin at
-    different rows. Positions count steps.
+    Positions count steps.
     """
 
     blocks: QueryBlockRange
-    group: cute.FastDivmodDivisorV2  # query heads of a KV head
+    group: cute.FastDivmodDivisorV2  # query heads of a KV head, at least two
     first_head: Int32
 
     @classmethod
@@ -387,36 +386,24 @@ class GroupQueryBlocks:
     def of_head(self, head: Int32) -> GroupQueryBlocks:
         return self
 
-    def total(self, heads: Int32) -> Int32:
-        return self.blocks.total(heads)
-
-    def step(self, j: Int32, masked: bool = True) -> QueryStep:
-        """Return the block and the query head at position j. `masked` may be False in the unmasked subrange."""
-        count, nth_head = divmod(j, self.group)
+    def step(self, j: Int32) -> QueryStep:
+        """Return the block and the query head at position j."""
+        blocks, nth_head = divmod(j, self.group)
         head, heads = nth_head + self.first_head, self.group.divisor
-        return QueryStep(self.block(count, masked), cutlass.select_(head >= heads, head - heads, head))
-
-    def block(self, count: Int32, masked: bool) -> Int32:
-        """Return the block after `count` visited blocks."""
-        is_group = self.group.divisor > 1
-        start = cutlass.select_(is_group, self.blocks.end - 1, self.blocks.masked_end)
-        block = start + cutlass.select_(is_group, -1, 1) * count
-        if not masked:
-            return block
-        return cutlass.select_(block >= self.blocks.end, block - (self.blocks.end - self.blocks.begin), block)
+        return QueryStep(self.blocks.end - 1 - blocks, cutlass.select_(head >= heads, head - heads, head))
 
     def nth(self, j: Int32) -> Int32:
-        return self.block(j // self.group, True)
+        return self.blocks.end - 1 - j // self.group
 
     def next(self, j: Int32, subrange: BlockSubrange) -> Int32:
         return self.nth(cutlass.min(j + 1, subrange.end - 1))
 
     def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
         full = (self.blocks.end - self.blocks.masked_end) * self.group.divisor
-        return BlockSubrange(False, Int32(0), full), BlockSubrange(True, full, self.total(self.group.divisor))
+        return BlockSubrange(False, Int32(0), full), BlockSubrange(True, full, self.all_blocks().end)
 
     def all_blocks(self) -> BlockSubrange:
-        return BlockSubrange(False, Int32(0), self.total(self.group.divisor))
+        return BlockSubrange(False, Int32(0), self.blocks.total(self.group.divisor))
 
 
 @dataclass(frozen=True)

@@ -283,7 +283,7 @@ class SparseBlockRange(BlockRange):
 class SparseQueryBlockRange(SparseBlockRange):
     """Range of the listed query blocks of a KV tile."""
 
-    def step(self, j: Int32, masked: bool = True) -> QueryStep:
+    def step(self, j: Int32) -> QueryStep:
         """Return the block and the query head at position j."""
         return QueryStep(self.nth(j), 0)
 

@@ -199,15 +199,6 @@ class DenseAddressing(TileAddressing):
         """
         return fitting_heads
 
-    def max_heads_per_l2_group(self, fitting_heads: Int32, heads: Int32) -> Int32:
-        """Return an upper bound of the heads per L2 group that the host knows before the launch of a fused backward.
-
-        Args:
-            fitting_heads: number of heads whose data fits in L2.
-            heads: heads of all batches.
-        """
-        return fitting_heads
-
     max_blocks_of_rows, max_blocks_of_keys = blocks_of_rows, blocks_of_keys  # upper bounds known to the host
 
     def of_rows(self, order: TileScheduler, sizes: SeqlenInfo, kv_heads: Int32) -> TileGrid:

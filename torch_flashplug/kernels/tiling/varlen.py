@@ -30,11 +30,6 @@ from .tile import Tile, TileAddressing, TileGrid
 MAX_RELATIVE_WORK = 1 << 16  # limit of `VarlenTileList.relative_work`, in tiles. A larger value has no further effect.
 
 
-# Limit of the KV heads per L2 group in a fused backward. The dQ workspace of an L2 group is cleared ahead of its tiles,
-# so more heads would keep the workspace out of L2.
-MAX_BACKWARD_L2_GROUP_HEADS = 4
-
-
 class TileListEntry(NamedTuple):
     """Entry of a tile list: a block of rows or of keys, with the values in memory order."""
 
@@ -278,9 +273,6 @@ class VarlenAddressing(TileAddressing):
             last = groups - (cute.ceil_div(groups, size) - 1) * size
             chosen_size = cutlass.select_(last >= least, size, chosen_size)
         return cutlass.select_(runs_alone, cutlass.max(fitting_heads, chosen_size * group), fitting_heads)
-
-    def max_heads_per_l2_group(self, fitting_heads: Int32, heads: Int32) -> Int32:
-        return cutlass.min(cutlass.max(fitting_heads, MAX_BACKWARD_L2_GROUP_HEADS), heads)
 
     def max_blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
         return self.keys.capacity()
