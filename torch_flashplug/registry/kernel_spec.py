@@ -439,8 +439,8 @@ class HopperSpec(KernelSpec):
         if self.row_bytes("k") % EIGHT_BIT_DEPTH or (self.bytes_of("v") == 1 and self.tile_n % EIGHT_BIT_DEPTH):
             return f"head dim {self.d}, tile_n={self.tile_n}; 8-bit products need multiples of {EIGHT_BIT_DEPTH}"
         has_own_dim_rule = self.is_split_backward or self.is_single_tile
-        if self.is_backward and not has_own_dim_rule and (self.d % 64 or self.dv % 64):
-            return f"head dims ({self.d}, {self.dv}); a {self.kind} must have multiples of 64"
+        if self.is_backward and not has_own_dim_rule and (self.d % 32 or self.dv % 32):
+            return f"head dims ({self.d}, {self.dv}); a {self.kind} must have multiples of 32"
         if self.is_split_backward and (self.stages == 1 or self.d % 32 or self.dv % 32):
             return "use 2 or 4 stages (the next step is in flight) and multiples of 32 for head dims"
         if self.is_single_tile and (self.d != self.dv or self.d % 32 or self.stages != 2):

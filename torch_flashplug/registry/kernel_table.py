@@ -221,6 +221,7 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 256, 256, MASK_BOTH_8BIT, 128, 128, 2),
     KernelRow("bwd", 90, 64, 64, BOTH + WINDOW + VARLEN + SOFTCAP, 64, 128, 4),
     KernelRow("bwd", 90, 64, 64, MASK + BIASES + DROPPED_ANY_BIAS, 64, 128, 4),
+    KernelRow("bwd", 90, 96, 96, BOTH + WINDOW, 64, 128, 2),
     KernelRow("bwd", 90, 128, 128, BOTH + WINDOW + VARLEN + SOFTCAP, 64, 128, 2),
     KernelRow("bwd", 90, 128, 128, MASK + BIAS + DROPPED, 64, 128, 2),
     KernelRow("detbwd", 90, 64, 64, BOTH + WINDOW + MASK + DROPPED, 64, 128, 4),

@@ -151,7 +151,8 @@ class DqWriter:
             head, tile = block // self.num_m_blocks, self.addressing.workspace_block(block % self.num_m_blocks)
             slab = tile.block * (UNITS // 2) + unit % (UNITS // 2)
             out = tile.rows_of(self.dQ, head % self.dQ.m.shape[2], head // self.dQ.m.shape[2])
-            tQsQ, tQgQ = out.tiles(self.dQ.s.shape, (None, None))
+            box = tuple(cute.size(self.dQ.s, mode=[mode]) for mode in range(2))  # (16, columns of a unit)
+            tQsQ, tQgQ = out.tiles(box, (None, None))
             cute.copy(out.atom, tQsQ, tQgQ[None, slab, unit % UNITS // (UNITS // 2)])
             cute.arch.cp_async_bulk_commit_group()
             count += 1

@@ -79,6 +79,13 @@ class KernelFeatures:
         """Return the stage to mask invisible scores. Every score pipeline contains such a stage."""
         return KvBoundsStage()
 
+    def visits_group_together(self, call: object) -> bool:
+        """Return True if a fused backward on Hopper visits the query heads of a group together.
+
+        A score stage with data of a query head keeps the heads apart.
+        """
+        return self.block_iterator(call).visits_group_together and self.score_pipeline(call).is_shared_by_heads
+
     def score_pipeline(self, call: object) -> ScorePipeline:
         return ScorePipeline((self.masking_stage(call),))
 

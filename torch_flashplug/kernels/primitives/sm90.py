@@ -174,6 +174,14 @@ class TmaLoadConfig:
     layout: cute.ComposedLayout  # (rows, columns, stage)
 
     @classmethod
+    def in_column_halves(cls, element: Element, rows: int, columns: int, stages: int) -> TmaLoadConfig:
+        """Create the configuration of an operand whose halves of the columns are whole atoms of the swizzle."""
+        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, element.dtype, columns // 2)
+        atom = warpgroup.make_smem_layout_atom(kind, element.dtype)
+        layout = cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
+        return cls(element, rows, columns, stages, layout)
+
+    @classmethod
     def create(cls, element: Element, rows: int, columns: int, stages: int, major: str = "rows") -> TmaLoadConfig:
         """Create the configuration.
 

@@ -51,6 +51,7 @@ class KvBoundsStage(ScoreStage):
     """Mask of keys beyond the last key."""
 
     causal = False
+    is_shared_by_heads = True
 
     def set_tile(self, coord: ScoreCoord) -> ScoreStage:
         bound = KvBoundsOfQueries if coord.transposed else KvBoundsOfKeys

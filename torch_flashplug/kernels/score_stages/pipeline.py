@@ -121,6 +121,7 @@ class ScoreStage:
     applies_to_full_blocks = False  # True if the stage also applies to full blocks
     may_mask = True  # True if the stage can set scores to -inf where it applies
     natural_units = False  # True if scores leave the stage in natural units
+    is_shared_by_heads = False  # True if the stage is the same for all query heads
     keep_scale: DropoutScale | None = None  # probability with which P reaches the next product, and its inverse
     sinks: cute.Tensor | None = None  # decode: (Hq,) extra logits in the row sums, in natural units
     atoms: tuple[cute.CopyAtom, ...] = ()
@@ -302,6 +303,11 @@ class ScorePipeline:
         """Apply the stages' backward to dP, (2, columns) of a thread, in place."""
         for stage in self.stages_applied(masked):
             stage.apply_backward(dP)
+
+    @property
+    def is_shared_by_heads(self) -> bool:
+        """True if all stages are the same for all query heads."""
+        return all(stage.is_shared_by_heads for stage in self.stages)
 
     @property
     def natural_units(self) -> bool:

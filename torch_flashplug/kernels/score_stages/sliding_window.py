@@ -23,6 +23,7 @@ class SlidingWindowStage(ScoreStage):
 
     window: SlidingWindow
     sinks: cute.Tensor | None = None  # only in the forward
+    is_shared_by_heads = True  # apart from sinks, which a backward does not have
 
     def set_tile(self, coord: ScoreCoord) -> ScoreStage:
         reach = self.window.reach(coord.sizes)

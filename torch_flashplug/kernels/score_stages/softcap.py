@@ -22,7 +22,7 @@ class SoftcapStage(ScoreStage):
 
     scale: Float32  # softmax scale divided by the cap
     cap: Float32
-    applies_to_full_blocks = True
+    applies_to_full_blocks = is_shared_by_heads = True
     may_mask = False
 
     def scales(self, scales: SoftmaxScale) -> SoftmaxScale:

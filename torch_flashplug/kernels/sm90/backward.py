@@ -25,7 +25,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ...registry.kernel_spec import DQ_WRITERS, FP32_BYTES, ROWS_PER_WARPGROUP, HopperSpec
+from ...registry.kernel_spec import DQ_WRITERS, FP32_BYTES, ROWS_PER_WARPGROUP, SWIZZLED_LINE, HopperSpec
 from ..backward.dq_writer import ADDED_STAGES, DqWriter, run_accumulator_warp
 from ..backward.pre_post_process import (
     WARPGROUPS,
@@ -44,7 +44,7 @@ from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
 from ..tiling.backward_tile_scheduler import BackwardTileScheduler, kv_heads_per_l2_group
-from ..tiling.block_iterator import BlockIterator, QueryBlockRange
+from ..tiling.block_iterator import BlockIterator, GroupQueryBlocks, QueryBlockRange
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile, TileAddressing, TileGrid
 from .common import TmaOperands
@@ -105,10 +105,14 @@ class BackwardWork:
     sharing: Int32  # tiles of a block of keys; all of them read the K and V of the same KV head
     tile_m: int
     tile_n: int
+    group_divisor: cute.FastDivmodDivisorV2 | None = None  # `group`, if a tile visits the heads of a group together
 
-    def query_range(self, tile: Tile) -> QueryBlockRange:
+    def query_range(self, tile: Tile) -> QueryBlockRange | GroupQueryBlocks:
         """Return the query blocks that a tile visits."""
-        return self.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n).query_blocks(tile)
+        query_range = self.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n).query_blocks(tile)
+        if self.group_divisor is None:
+            return query_range
+        return GroupQueryBlocks.create(query_range, self.group_divisor, tile.block)
 
 
 @dataclass(frozen=True)
@@ -303,12 +307,15 @@ class BackwardSm90(KernelCall, kind="bwd"):
 
     @property
     def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
-        """TMA load configurations of Q, dO, K and V: stages of tile_m queries, and 64 keys per warpgroup."""
-        return tuple(
-            sm90.TmaLoadConfig.create(self.element, rows, columns, num_stages)
-            for rows, num_stages in ((self.tile_m, self.stages), (ROWS, WARPGROUPS))
-            for columns in (self.d, self.dv)
-        )
+        """TMA load configurations of Q, dO, K and V: stages of tile_m queries, and 64 keys per warpgroup.
+
+        dQ multiplies halves of the columns of K.
+        """
+        q, do = (sm90.TmaLoadConfig.create(self.element, self.tile_m, x, self.stages) for x in (self.d, self.dv))
+        k, v = (sm90.TmaLoadConfig.create(self.element, ROWS, x, WARPGROUPS) for x in (self.d, self.dv))
+        if self.d % (SWIZZLED_LINE // self.element.bytes):
+            k = sm90.TmaLoadConfig.in_column_halves(self.element, ROWS, self.d, WARPGROUPS)
+        return q, do, k, v
 
     @cute.jit
     def launch(self, call: KernelArgs, stream: cuda.CUstream):
@@ -320,10 +327,13 @@ class BackwardSm90(KernelCall, kind="bwd"):
         bound_iterator = self.features.block_iterator(call).bind(
             SeqlenInfo(call.q.shape[2], Sk), self.tile_m, self.tile_n
         )
+        visits_group_together = self.features.visits_group_together(call) and not self.in_order
         # Bytes per query row: Q, dO and dQ in fp32.
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES
         num_ctas = call.num_ctas if self.in_order else None
-        l2_group_heads = kv_heads_per_l2_group(bound_iterator, group, B * shares, row_bytes, num_ctas)
+        l2_group_heads = kv_heads_per_l2_group(
+            bound_iterator, group, B * shares, row_bytes, num_ctas, visits_group_together
+        )
         heads_ahead = B * shares if self.in_order else l2_group_heads
         layout = WorkspaceLayout.create(heads_ahead, num_n_blocks, B * shares, group)
         score_pipeline = self.features.score_pipeline(call)
@@ -331,15 +341,30 @@ class BackwardSm90(KernelCall, kind="bwd"):
         self.preprocess(
             row_inputs, call.row_stats, call.dq_workspace, layout, score_pipeline.keep_scale, addressing, stream
         )
-        self.launch_main_kernel(call, l2_group_heads, layout, stream)
+        if cutlass.const_expr(visits_group_together):
+            if group > 1:
+                self.launch_main_kernel(call, l2_group_heads, layout, cute.FastDivmodDivisorV2(group), stream)
+            else:
+                self.launch_main_kernel(call, l2_group_heads, layout, None, stream)
+        else:
+            self.launch_main_kernel(call, l2_group_heads, layout, None, stream)
         scale = score_pipeline.scaled(call.scales.natural)
         self.postprocess(call.dq_workspace, call.row_stats, call.dq, scale, layout, addressing, stream)
 
     @cute.jit
     def launch_main_kernel(
-        self, call: KernelArgs, l2_group_heads: Int32, layout: WorkspaceLayout, stream: cuda.CUstream
-    ):
-        """Launch the main kernel."""
+        self, call: KernelArgs, l2_group_heads: Int32, layout: WorkspaceLayout,
+        group_divisor: cute.FastDivmodDivisorV2 | None, stream: cuda.CUstream,
+    ):  # fmt: skip
+        """Launch the main kernel.
+
+        Args:
+            call: arguments of the call.
+            l2_group_heads: KV heads per L2 group.
+            layout: layout of the dQ workspace.
+            group_divisor: query heads of a KV head, if a tile visits them together. None: one head after the other.
+            stream: CUDA stream.
+        """
         addressing = self.features.tile_addressing(call)
         q, do, k, v = self.inputs
         operands = TmaOperands.create(
@@ -357,7 +382,9 @@ class BackwardSm90(KernelCall, kind="bwd"):
             self.features.score_pipeline(call).tma(self.score_layout),
         )
         workspace = BackwardWorkspaceTensors(call.row_stats, call.dq_workspace)
-        self.kernel(operands, workspace, call.scales, call.counter, l2_group_heads, layout.heads, *feature_args).launch(
+        self.kernel(
+            operands, workspace, call.scales, call.counter, l2_group_heads, layout.heads, *feature_args, group_divisor
+        ).launch(
             grid=(cutlass.min(layout.portions * call.dk.shape[1] * call.dk.shape[0], call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
@@ -429,6 +456,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         addressing: TileAddressing,
         block_iterator: BlockIterator,
         score_pipeline: ScorePipeline,
+        group_divisor: cute.FastDivmodDivisorV2 | None,
     ):
         """Assign the warp roles of the main kernel."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -452,7 +480,9 @@ class BackwardSm90(KernelCall, kind="bwd"):
             mCounter.iterator, pipelines.tile_index, order.total, fetches_first_tile=True
         )
         tile_grid, heads = addressing.of_keys(order, sizes), (Hq // shares, shares // Hkv)
-        work = BackwardWork(pipelines, tile_scheduler, tile_grid, block_iterator, *heads, self.tile_m, self.tile_n)
+        work = BackwardWork(
+            pipelines, tile_scheduler, tile_grid, block_iterator, *heads, self.tile_m, self.tile_n, group_divisor
+        )
         writer = warp_idx % DQ_WRITERS
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element.dtype)
         unit_mma = sm90.make_mma(self.element.dtype, self.half, "rows", "columns")
@@ -511,15 +541,16 @@ class BackwardSm90(KernelCall, kind="bwd"):
             query_range = work.query_range(tile)
             if cutlass.const_expr(not self.in_order):
                 dq_writer.wait_cleared(tile.batch * work.tile_grid.order.heads + tile.head)
-            for g in cutlass.range(work.group, unroll=1):
-                tQsQ, tQgQ = tile.queries(q, g).tiles((self.tile_m, self.d), (None, 0))
-                tOsO, tOgO = tile.queries(do, g).tiles((self.tile_m, self.dv), (None, 0))
-                gRowStats = tile.row_stats(mRowStats, g, self.tile_m)
+            for g in cutlass.range(query_range.outer_heads(work.group), unroll=1):
                 head_range = query_range.of_head(g)
                 stage_loads = score_pipeline.begin_tile_load(tile, tile.query_head(g))
                 subrange = head_range.all_blocks()
                 for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
-                    block = head_range.nth(j)
+                    block, head = head_range.step(j)
+                    head = g + head
+                    tQsQ, tQgQ = tile.queries(q, head).tiles((self.tile_m, self.d), (None, 0))
+                    tOsO, tOgO = tile.queries(do, head).tiles((self.tile_m, self.dv), (None, 0))
+                    gRowStats = tile.row_stats(mRowStats, head, self.tile_m)
                     sm90.load_block(q.atom, tQgQ, tQsQ, pipeline_q, block, count)
                     load_rows(
                         gRowStats[0, None, 0, block], shared.lse[None, pipeline_q.stage_index(count)], pipeline_q, count
@@ -578,9 +609,11 @@ class BackwardSm90(KernelCall, kind="bwd"):
         acc_S, acc_dP = (sm90.zeros(mma_s, (ROWS, self.tile_m)) for _ in range(2))  # 64 keys x tile_m queries each
         acc_dK, acc_dV = sm90.zeros(mma_k, (ROWS, self.d)), sm90.zeros(mma_v, (ROWS, self.dv))  # (64, D) and (64, Dv)
         P = dS = fragments.OperandA.create(acc_S, self.element)
-        acc_dQ = cute.make_tensor(acc_dP.iterator, cute.make_layout(mma_q.partition_shape_C((ROWS, self.half))))
+        acc_dQ = sm90.zeros(mma_q, (ROWS, self.half))
+        if self.half == self.tile_m and not self.kv_in_registers:
+            acc_dQ = cute.make_tensor(acc_dP.iterator, acc_dQ.layout)
         if self.kv_in_registers:
-            dS, acc_dQ = fragments.OperandA.create(acc_S, self.element), sm90.zeros(mma_q, (ROWS, self.half))
+            dS = fragments.OperandA.create(acc_S, self.element)
         # (D/2, 64, 2)
         wg_columns = cute.local_tile(sm90.transposed(shared.k), (self.half, ROWS, WARPGROUPS), (wg, 0, 0))
         tdQrK = mma_q.make_fragment_B(mma_q.partition_B(wg_columns))  # (MMA, 1, 64/16, warpgroup)
@@ -649,15 +682,14 @@ class BackwardSm90(KernelCall, kind="bwd"):
             state.dK.acc.fill(0.0)
             state.dV.acc.fill(0.0)
             first_step, unit = step_count, Int32(0)
-            for g in cutlass.range(work.group, unroll=1):
+            for g in cutlass.range(query_range.outer_heads(work.group), unroll=1):
                 first_block = workspace.first_block(tile, g, work.tile_grid.order.heads)
                 head_range, head_stages = query_range.of_head(g), tile_stages.of_head(tile.query_head(g))
                 for subrange in head_range.subranges():
                     head_stages.begin(head_range.nth(subrange.begin), subrange.masked)
                     for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
-                        step = StepContext(
-                            head_stages, subrange.masked, head_range.nth(j), head_range.next(j, subrange)
-                        )
+                        block, head = head_range.step(j)
+                        step = StepContext(head_stages, subrange.masked, block, head_range.next(j, subrange))
                         pending_dq = PendingDq(unit, step_count - first_step)
                         if cutlass.const_expr(self.kv_in_registers):
                             self.step_all_products_in_flight(state, step_count, pending_dq, step, scale_log2)
@@ -665,7 +697,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
                             self.step_reuse_registers(state, step_count, pending_dq, step, scale_log2)
                         pipelines.do.consumer_release(step_count)
                         pipelines.q.consumer_release(step_count)
-                        unit = (first_block + step.block) * UNITS + wg * 4 + warp_idx
+                        unit = (first_block + head * workspace.num_m_blocks + block) * UNITS + wg * 4 + warp_idx
                         step_count += 1
             warpgroup.wait_group(0)
             pipelines.v.consumer_release(tile_count)

@@ -200,7 +200,7 @@ class BackwardDkdvSm90:
     def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
         """TMA load configurations of Q, K, V and dO, swizzled so that half of the columns are whole atoms."""
         return tuple(
-            sm90.TmaLoadConfig(self.element, ROWS, columns, num_stages, self.operand_layout(columns, num_stages))
+            sm90.TmaLoadConfig.in_column_halves(self.element, ROWS, columns, num_stages)
             for columns, num_stages in ((self.d, self.stages), (self.d, 1), (self.dv, 1), (self.dv, self.stages))
         )
 
@@ -240,12 +240,6 @@ class BackwardDkdvSm90:
             stream=stream,
             min_blocks_per_mp=1,
         )
-
-    def operand_layout(self, columns: int, num_stages: int) -> cute.ComposedLayout:
-        """Return the swizzled layout (64, columns, stage) of an operand in shared memory."""
-        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.element.dtype, columns // WARPGROUPS)
-        atom = warpgroup.make_smem_layout_atom(kind, self.element.dtype)
-        return cute.tile_to_shape(atom, (ROWS, columns, num_stages), order=(0, 1, 2))
 
     def create_pipelines(self, smem: cutlass.memory.SmemAllocator) -> DkdvPipelines:
         """Create the pipelines. A stage of Q includes its LSE, and a stage of dO includes its delta."""

@@ -20,6 +20,9 @@ from ..primitives.tile_scheduler import TileScheduler
 from .block_iterator import BoundBlocks, QueryBlockRange
 
 STEPS_BEHIND = 3  # steps by which a KV block follows the previous block
+# Tiles of an L2 group, if tiles visit the query heads of a group together: about one tile per CTA. With more tiles,
+# rows of D 64 leave L2. With fewer tiles, the last tile of the L2 group runs alone.
+TILES_PER_L2_GROUP = 128
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,12 @@ class BackwardTileScheduler(TileScheduler):
 
 
 def kv_heads_per_l2_group(
-    blocks: BoundBlocks, group: Int32, kv_heads: Int32, row_bytes: int, num_ctas: Int32 | None = None
+    blocks: BoundBlocks,
+    group: Int32,
+    kv_heads: Int32,
+    row_bytes: int,
+    num_ctas: Int32 | None = None,
+    visits_group_together: bool = False,
 ) -> Int32:
     """Return the number of KV heads per L2 group. Tiles of these heads take turns.
 
@@ -60,11 +68,18 @@ def kv_heads_per_l2_group(
         kv_heads: KV heads over the whole batch.
         row_bytes: bytes read and accumulated by the steps per query row of a head.
         num_ctas: number of concurrent CTAs, given in deterministic mode.
+        visits_group_together: True if tiles visit the query heads of a group together, unless `group` is 1.
     """
     Sq, Sk = blocks.sizes.Sq, blocks.sizes.Sk
     if blocks.tile_lengths_vary:
         head_bytes = Int64(Sq) * group * row_bytes
-        return TileScheduler.heads_per_l2_group(head_bytes, cute.ceil_div(Sk, blocks.tile_n), 1, kv_heads)
+        num_n_blocks = cute.ceil_div(Sk, blocks.tile_n)
+        fitting_heads = TileScheduler.heads_per_l2_group(head_bytes, num_n_blocks, 1, kv_heads)
+        if not visits_group_together:
+            return fitting_heads
+        most = cutlass.max(TILES_PER_L2_GROUP // num_n_blocks, 1)
+        num_groups = cutlass.max((kv_heads + most // 2) // most, 1)
+        return cutlass.select_(group > 1, cute.ceil_div(kv_heads, num_groups), fitting_heads)
     if num_ctas is not None:
         # Enough heads to start all CTAs, successively, in the time of a tile.
         steps = cute.ceil_div(Sq, blocks.tile_m) * group

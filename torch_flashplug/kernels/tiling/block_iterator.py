@@ -43,6 +43,8 @@ class BlockIterator:
 
     # True if rows of a tile may see different numbers of keys. Tiles then differ in length, too.
     tile_lengths_vary = False
+    # True if a fused backward on Hopper visits the query heads of a group together (`GroupQueryBlocks`).
+    visits_group_together = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class CausalBlocks(FullBlocks):
     """
 
     causal = True
-    tile_lengths_vary = True
+    tile_lengths_vary = visits_group_together = True
 
 
 @dataclass(frozen=True)
@@ -310,8 +312,16 @@ class QueryBlockRange(BlockRange):
         """Return the number of steps for `heads` query heads."""
         return heads * (self.end - self.begin)
 
+    def outer_heads(self, group: Int32) -> Int32 | int:
+        """Return the number of heads of the loop around the steps, for `group` query heads of a KV head."""
+        return group
+
     def of_head(self, head: Int32) -> QueryBlockRange:
         return self
+
+    def step(self, j: Int32) -> QueryStep:
+        """Return the block and the query head at position j."""
+        return QueryStep(self.nth(j), 0)
 
     def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
         return BlockSubrange(True, self.begin, self.masked_end), BlockSubrange(False, self.masked_end, self.end)
@@ -340,6 +350,60 @@ class QueryBlockRange(BlockRange):
 
     def masked(self, step: QueryBlockStep) -> cutlass.Boolean:
         return step.j < self.masked_end
+
+
+class QueryStep(NamedTuple):
+    """Block of rows and query head of a backward step."""
+
+    block: Int32
+    head: Int32 | int  # counted from the head of the loop around the steps (`outer_heads`)
+
+
+@dataclass(frozen=True)
+class GroupQueryBlocks:
+    """Query blocks of a KV block, with all query heads of the group at a block before the next block.
+
+    With a causal mask, the tiles of a KV head begin at different rows and end at the last row. In this order, from the
+    last row to the diagonal, the tiles read the same rows at the same time. Tiles that visit one head after the other
+    drift apart at every head by the difference of their lengths, and rows leave L2 between two tiles.
+
+    Neighboring tiles begin with different heads of the group, so that fewer tiles add to the same dQ at the same time.
+    Positions count steps.
+    """
+
+    blocks: QueryBlockRange
+    group: cute.FastDivmodDivisorV2  # query heads of a KV head, at least two
+    first_head: Int32
+
+    @classmethod
+    def create(cls, blocks: QueryBlockRange, group: cute.FastDivmodDivisorV2, n_block: Int32) -> GroupQueryBlocks:
+        """Return the query blocks of KV block number `n_block`."""
+        return cls(blocks, group, n_block % group)
+
+    def outer_heads(self, group: Int32) -> int:
+        return 1
+
+    def of_head(self, head: Int32) -> GroupQueryBlocks:
+        return self
+
+    def step(self, j: Int32) -> QueryStep:
+        """Return the block and the query head at position j."""
+        blocks, nth_head = divmod(j, self.group)
+        head, heads = nth_head + self.first_head, self.group.divisor
+        return QueryStep(self.blocks.end - 1 - blocks, cutlass.select_(head >= heads, head - heads, head))
+
+    def nth(self, j: Int32) -> Int32:
+        return self.blocks.end - 1 - j // self.group
+
+    def next(self, j: Int32, subrange: BlockSubrange) -> Int32:
+        return self.nth(cutlass.min(j + 1, subrange.end - 1))
+
+    def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
+        full = (self.blocks.end - self.blocks.masked_end) * self.group.divisor
+        return BlockSubrange(False, Int32(0), full), BlockSubrange(True, full, self.all_blocks().end)
+
+    def all_blocks(self) -> BlockSubrange:
+        return BlockSubrange(False, Int32(0), self.blocks.total(self.group.divisor))
 
 
 @dataclass(frozen=True)

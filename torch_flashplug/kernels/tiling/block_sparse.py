@@ -21,7 +21,14 @@ from cutlass import Int32, Int64, Uint32
 from ...registry.kernel_spec import SPARSE_BLOCK, SPARSE_BLOCK_M_192
 from ...registry.mask_layout import INDEX_BITS
 from ..primitives.fragments import zero_of
-from .block_iterator import BlockIterator, BlockRange, BlockSubrange, KvBlocks, WarpgroupKvRange
+from .block_iterator import (
+    BlockIterator,
+    BlockRange,
+    BlockSubrange,
+    KvBlocks,
+    QueryStep,
+    WarpgroupKvRange,
+)
 from .seqlen_info import SeqlenInfo
 from .tile import Tile
 
@@ -152,6 +159,10 @@ class SparseQueryBlocksOfHeads:
     blocks: BoundBlockSparse
     tile: Tile
 
+    def outer_heads(self, group: Int32) -> Int32:
+        """Return the number of heads of the loop around the steps, for `group` query heads of a KV head."""
+        return group
+
     def of_head(self, nth: Int32) -> SparseQueryBlockRange:
         return self.of_query_head(self.tile.query_head(nth))
 
@@ -271,6 +282,10 @@ class SparseBlockRange(BlockRange):
 @dataclass(frozen=True)
 class SparseQueryBlockRange(SparseBlockRange):
     """Range of the listed query blocks of a KV tile."""
+
+    def step(self, j: Int32) -> QueryStep:
+        """Return the block and the query head at position j."""
+        return QueryStep(self.nth(j), 0)
 
     def num_later_ranges(self, j: Int32) -> Int32:
         """Return the number of ranges of ORDER_BLOCK_N keys with earlier accumulation."""
