@@ -6,7 +6,9 @@ import itertools
 
 import pytest
 import torch
+from device_backend import use_device_backend
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from torch_flashplug import QuantizedKV, attention, explain_attention, quantize_kv, sdpa_backend
 from torch_flashplug.ops.quantize_ahead import KvLayout, planned_head_dims, sampled_keys
@@ -99,6 +101,26 @@ def test_causal_with_equal_lengths() -> None:
     expected = attention(q, kv, causal="top_left")
     assert torch.equal(attention(q, kv, causal=True), expected)
     assert not torch.equal(attention(q, kv), expected)
+
+
+def test_stub_backend_reaches_the_same_math() -> None:
+    """The C++ ops check their arguments and call the reference math in place of a kernel."""
+    q, k, v = random_qkv()
+    for recipe in RECIPES:
+        expected = attention(q, quantize_kv(k, v, precision=recipe), causal="top_left", return_lse=True)
+        with use_device_backend("cpu"):
+            kv = quantize_kv(k, v, precision=recipe)
+            actual = attention(q, kv, causal="top_left", return_lse=True)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), recipe
+
+
+@BY_RECIPE
+def test_flops_are_those_of_16_bit_attention(recipe: str) -> None:
+    q, k, v = random_qkv(dims=(64, 32))
+    kv = quantize_kv(k, v, precision=recipe)
+    with FlopCounterMode(display=False) as counter:
+        attention(q, kv)
+    assert counter.get_total_flops() == 2 * 2 * 4 * 70 * 200 * (64 + 32)
 
 
 # ---- errors ----

@@ -123,6 +123,26 @@ def test_kernels_and_torch_math_quantize_alike(kernels_on: str, recipe: str) -> 
             assert float((actual.view(torch.int8) != wanted.view(torch.int8)).float().mean()) < 1e-3, name
 
 
+def test_ops_refuse_memory_that_kernels_would_misread(kernels_on: str) -> None:
+    q, k, v = (x.to(kernels_on) for x in random_qkv((1, 2, 1), (70, 130), (64, 64)))
+    ops = torch.ops.torch_flashplug
+    for number, name in enumerate(RECIPES, 1):
+        quantized, value = ops.quantize_kv(k, v, number), v if name == "qk8" else None
+        ops.quantized_attention_fwd(q, quantized, k, value, 130, 64, number, False, None)
+        for wrong in (quantized[:-1], quantized.float(), quantized.repeat_interleave(2)[::2]):
+            with pytest.raises(RuntimeError, match="quantized_kv must be the result of quantize_kv"):
+                ops.quantized_attention_fwd(q, wrong, k, value, 130, 64, number, False, None)
+        with pytest.raises(RuntimeError, match="quantized_kv must be the result of quantize_kv"):
+            ops.quantized_attention_fwd(q, quantized, k, None if value is None else value[:, :, :99], 99, 64, number,
+                                        False, None)  # fmt: skip
+        with pytest.raises(RuntimeError, match="value must be a tensor if precision keeps values in 16 bits"):
+            ops.quantized_attention_fwd(q, quantized, k, v if value is None else None, 130, 64, number, False, None)
+        with pytest.raises(RuntimeError, match="key_samples must be"):
+            ops.quantized_attention_fwd(q, quantized, k.mT, value, 130, 64, number, False, None)
+        with pytest.raises(RuntimeError, match="precision must be the number of a recipe"):
+            ops.quantized_attention_fwd(q, quantized, k, value, 130, 64, 4, False, None)
+
+
 @pytest.mark.gpu
 @BY_RECIPE
 def test_video_sizes_have_the_same_bits(recipe: str) -> None:
