@@ -102,12 +102,16 @@ void check_quantized_kv(AtenTensorHandle quantized_kv, int64_t words, const Read
   int32_t dtype = -1;
   int64_t dims = 0;
   Shape shape;
+  const void* data = nullptr;
   const bool fits = aoti_torch_get_dtype(quantized_kv, &dtype) == 0 && dtype == aoti_torch_dtype_int32() &&
                     aoti_torch_get_dim(quantized_kv, &dims) == 0 && dims == 1 && read_shape(quantized_kv, &shape) &&
-                    shape.size[0] == words && shape.stride[0] == 1 && is_on_device_of(quantized_kv, facts.operand[0]);
+                    shape.size[0] == words && shape.stride[0] == 1 && is_on_device_of(quantized_kv, facts.operand[0]) &&
+                    torch_get_const_data_ptr(quantized_kv, &data) == 0 &&
+                    reinterpret_cast<uintptr_t>(data) % kUnitBytes == 0;
   if (!fits)
     throw std::runtime_error("torch_flashplug: quantized_kv must be the result of quantize_kv for the same sizes and " +
-                             std::string("precision: int32 [") + std::to_string(words) + "] on the device of query.");
+                             std::string("precision: int32 [") + std::to_string(words) +
+                             "], aligned to 16 bytes, on the device of query.");
 }
 
 void quantized_attention_forward(StableIValue* stack, uint64_t, uint64_t) {

@@ -129,7 +129,8 @@ def test_ops_refuse_memory_that_kernels_would_misread(kernels_on: str) -> None:
     for number, name in enumerate(RECIPES, 1):
         quantized, value = ops.quantize_kv(k, v, number), v if name == "qk8" else None
         ops.quantized_attention_fwd(q, quantized, k, value, 130, 64, number, False, None)
-        for wrong in (quantized[:-1], quantized.float(), quantized.repeat_interleave(2)[::2]):
+        unaligned = torch.cat((quantized[:1], quantized))[1:]
+        for wrong in (quantized[:-1], quantized.float(), quantized.repeat_interleave(2)[::2], unaligned):
             with pytest.raises(RuntimeError, match="quantized_kv must be the result of quantize_kv"):
                 ops.quantized_attention_fwd(q, wrong, k, value, 130, 64, number, False, None)
         with pytest.raises(RuntimeError, match="quantized_kv must be the result of quantize_kv"):
