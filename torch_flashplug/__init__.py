@@ -22,12 +22,15 @@ if not inert:
     from .api.explain_attention import explain_attention
     from .api.explain_varlen import explain_varlen
     from .api.kv_cache import append_kv
+    from .api.quantize_kv import quantize_kv
     from .api.varlen_plan import VarlenPlan, plan_varlen
     from .ops.block_mask import PreparedBlockMask, prepare_block_mask
+    from .ops.quantize_ahead import QuantizedKV
     from .ops.quantized_kv import QuantizedTensor
 
     __all__ = [
         "PreparedBlockMask",
+        "QuantizedKV",
         "QuantizedTensor",
         "VarlenPlan",
         "append_kv",
@@ -39,6 +42,7 @@ if not inert:
         "explain_varlen",
         "plan_varlen",
         "prepare_block_mask",
+        "quantize_kv",
         "sdpa_backend",
     ]
 

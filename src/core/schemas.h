@@ -114,6 +114,15 @@ inline constexpr Schema kQuantizedKvForward(
 inline constexpr Schema kQuantizedKvMath(
     "torch_flashplug::_quantized_kv_math(Tensor query, Tensor key, Tensor value, Tensor k_scale, Tensor v_scale, "
     "Tensor? attn_mask, bool k_is_rotated, float? scale) -> Tensor");
+inline constexpr Schema kQuantizeKv("torch_flashplug::quantize_kv(Tensor key, Tensor value, int precision) -> Tensor");
+inline constexpr Schema kQuantizeKvMath(
+    "torch_flashplug::_quantize_kv_math(Tensor key, Tensor value, int precision) -> Tensor");
+inline constexpr Schema kQuantizedAttentionForward(
+    "torch_flashplug::quantized_attention_fwd(Tensor query, Tensor quantized_kv, Tensor key_samples, Tensor? value, "
+    "SymInt keys, SymInt value_dim, int precision, bool is_causal, float? scale) -> (Tensor out, Tensor lse)");
+inline constexpr Schema kQuantizedAttentionMath(
+    "torch_flashplug::_quantized_attention_math(Tensor query, Tensor quantized_kv, Tensor key_samples, Tensor? value, "
+    "int keys, int value_dim, int precision, bool is_causal, float? scale) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kPagedForward(
     "torch_flashplug::paged_fwd(Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k, "
     "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, {required}, {optional}, int block_mode=0) -> (Tensor out, "
@@ -239,6 +248,10 @@ inline constexpr const char* kSchemas[] = {kOverrideableForward.text(),
                                            kMathBackward.text(),
                                            kQuantizedKvForward.text(),
                                            kQuantizedKvMath.text(),
+                                           kQuantizeKv.text(),
+                                           kQuantizeKvMath.text(),
+                                           kQuantizedAttentionForward.text(),
+                                           kQuantizedAttentionMath.text(),
                                            kCudnnForward.text(),
                                            kCudnnBackward.text(),
                                            kFlashForward.text(),

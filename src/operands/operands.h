@@ -8,10 +8,11 @@
 // - dropout.cpp: seeds of dropout;
 // - sinks.cpp: sinks, the block table and the gradient of the LSE;
 // - varlen_tile_list.cpp: packed sequences, and the tile lists of a plan;
-// - quant_workspace.cpp: the workspace of kernels that quantize operands.
+// - quant_workspace.cpp: the workspaces of kernels that quantize operands.
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <iterator>
 
 #include "core/attention_call.h"
@@ -20,11 +21,14 @@
 namespace flashplug {
 
 class Arguments;  // launch/kernel_args.h
+struct Kernel;    // launch/launch.h
 
 // ---- output_strides.cpp: tensors and their layouts ----
 
 TensorHandle empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type,
                            int32_t device_index);
+// Return a tensor of a given size whose rows share the same memory, for a kernel without reads.
+TensorHandle make_broadcast_tensor(std::initializer_list<int64_t> size, int32_t dtype, const TensorMeta& query);
 Shape shape_of(AtenTensorHandle tensor);  // throws without a concrete shape
 // Return a new tensor with the given sizes and strides, and with the dtype and device of `like`. The tensor is a copy
 // of `from`, unless `from` is null.
@@ -209,8 +213,14 @@ PlannedLists plan_lists(const ForwardCall& call, const ReadFacts& facts, const P
 
 // ---- quant_workspace.cpp ----
 
-// Pack the workspace of quantized operands for a kernel that takes one (quant_workspace.cpp).
-TensorHandle pack_quant_workspace(const CallFacts& p, const TensorMeta& query, const KernelRow& row,
-                                  Arguments* arguments);
+// Pack the quantized operands of a call for a kernel that takes them: a workspace of the call, and the call's own
+// quantized key and value, if there are any. The result must live until the launch.
+TensorHandle pack_quant_workspace(const ForwardCall& call, const CallFacts& p, const TensorMeta& query,
+                                  const KernelRow& row, Arguments* arguments);
+// Return the number of 32-bit words of key and value in 8 bits, in the layout of a kernel.
+int64_t quantized_kv_words(const CallFacts& p, const KernelRow& row);
+// Quantize key and value of a call, and launch nothing else. The kernel is that of the row.
+TensorHandle quantize_key_and_value(Kernel& kernel, const KernelRow& row, const ForwardCall& call, const CallFacts& p,
+                                    const TensorMeta& key);
 
 }  // namespace flashplug

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <optional>
 #include <stdexcept>
 #include <utility>
@@ -19,6 +20,13 @@ namespace flashplug {
 TensorHandle empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type,
                            int32_t device_index) {
   return TensorHandle(new_strided(dims, size, stride, dtype, device_type, device_index));
+}
+
+TensorHandle make_broadcast_tensor(std::initializer_list<int64_t> size, int32_t dtype, const TensorMeta& query) {
+  int64_t stride[kMaxDims] = {};
+  stride[size.size() - 1] = 1;
+  return empty_strided(static_cast<int>(size.size()), size.begin(), stride, dtype, query.device_type,
+                       query.device_index);
 }
 
 Shape shape_of(AtenTensorHandle tensor) {

@@ -80,14 +80,6 @@ TensorHandle tile_lists_of_plan(const ForwardCall& call, const CallFacts& p, con
   return list_of_kernel(call.tile_lists, backward ? 1 : 0, p);
 }
 
-// Return a tensor of a given size whose rows share the same memory, for a kernel without reads.
-TensorHandle make_broadcast_tensor(std::initializer_list<int64_t> size, int32_t dtype, const TensorMeta& query) {
-  int64_t stride[kMaxDims] = {};
-  stride[size.size() - 1] = 1;
-  return empty_strided(static_cast<int>(size.size()), size.begin(), stride, dtype, query.device_type,
-                       query.device_index);
-}
-
 void pack_start_args(const ForwardCall& call, const TensorHandle& seqused_k, const TensorHandle& tile_lists,
                      Arguments* arguments) {
   arguments->tensor("cu_seqlens_q", call.cu_seqlens_q);

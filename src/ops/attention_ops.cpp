@@ -7,6 +7,7 @@
 //   torch_flashplug::_plan_lists: tile lists shared by calls of attention_fwd and attention_bwd (varlen_plan.py)
 //   torch_flashplug::paged_fwd: paged KV cache (paged.py)
 //   torch_flashplug::block_sparse_fwd / block_sparse_bwd: block-sparse lists (block_sparse_ops.cpp)
+//   torch_flashplug::quantize_kv / quantized_attention_fwd: key and value quantized ahead (quantized_ops.cpp)
 //   attention_fwd_out, paged_fwd_out: variants with an output tensor
 #include <torch/csrc/stable/library.h>
 
@@ -396,6 +397,7 @@ void register_own_ops(torch::stable::detail::StableLibrary* library) {
   library->impl("_plan_lists", &planned_lists);
   library->impl("paged_fwd", &paged_forward);
   register_listed(library);
+  register_quantized(library);
   library->impl("paged_fwd_out", &paged_forward_out);
 }
 

@@ -1,7 +1,7 @@
 // The ops that torch calls: outputs, fallback to stock, backward. src/ops/ offers:
 //
 // - sdpa_ops.cpp: the overrideable aten op, and sdpa_fwd and sdpa_bwd of traced graphs;
-// - attention_ops.cpp and block_sparse_ops.cpp: the ops of attention();
+// - attention_ops.cpp, block_sparse_ops.cpp and quantized_ops.cpp: the ops of attention();
 // - backward.cpp: gradients by kernels of the plugin.
 #pragma once
 
@@ -45,6 +45,10 @@ void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list
 // ---- block_sparse_ops.cpp ----
 
 void register_listed(torch::stable::detail::StableLibrary* library);
+
+// ---- quantized_ops.cpp ----
+
+void register_quantized(torch::stable::detail::StableLibrary* library);
 
 // ---- backward.cpp: gradients by plugin kernels ----
 

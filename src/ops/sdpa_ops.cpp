@@ -125,7 +125,7 @@ bool our_forward(const ForwardCall& original, const ReadFacts& facts, const Plan
     arguments.tensor("partials", partials.get(), true);
   else if (arguments.takes("partials"))  // nothing is written to partials, but an address is needed: the LSE's
     arguments.global_number("partials", mutable_data(result->lse.get()));
-  const TensorHandle workspace = pack_quant_workspace(p, query, row, &arguments);
+  const TensorHandle workspace = pack_quant_workspace(call, p, query, row, &arguments);
   const MaskArgs mask = pack_mask_args(call, p, query, false, &arguments);
   const TensorHandle bias = pack_bias_args(call, p, query, row, &arguments);
   if (call.dropout_p != 0.0) {

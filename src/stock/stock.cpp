@@ -186,6 +186,34 @@ TensorHandle cached_math(const ForwardCall& call) {
   return op.result(0);
 }
 
+TensorHandle quantize_kv_math(const ForwardCall& call, int64_t precision) {
+  constexpr const Schema& schema = kQuantizeKvMath;
+  OpCall op(schema);
+  op[schema["key"]] = box::from_borrowed(call.k);
+  op[schema["value"]] = box::from_borrowed(call.v);
+  op[schema["precision"]] = box::from(precision);
+  op.run();
+  return op.result(0);
+}
+
+ForwardResult quantized_attention_math(const ForwardCall& call, int64_t precision) {
+  count(Path::kMathForward);
+  constexpr const Schema& schema = kQuantizedAttentionMath;
+  const int64_t* value_size = shape_of(call.v).size;
+  OpCall op(schema);
+  op[schema["query"]] = box::from_borrowed(call.q);
+  op[schema["quantized_kv"]] = box::from_borrowed(call.quantized_kv);
+  op[schema["key_samples"]] = box::from_borrowed(call.key_samples);
+  op[schema["value"]] = box::from_optional_tensor(call.v);
+  op[schema["keys"]] = box::from(value_size[2]);
+  op[schema["value_dim"]] = box::from(value_size[3]);
+  op[schema["precision"]] = box::from(precision);
+  op[schema["is_causal"]] = box::from(call.causal == Causal::kTopLeft);
+  op[schema["scale"]] = box::from_optional_double(call.scale);
+  op.run();
+  return out_and_lse<schema>(&op);
+}
+
 // Set the settings of attention(), all arguments beside tensors (`kSettings`).
 template <const Schema& schema>
 void put_settings(const ForwardCall& call, OpCall* to) {

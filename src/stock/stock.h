@@ -21,6 +21,9 @@ bool efficient_can_run(const CallFacts& p);
 ForwardResult efficient_forward(const ForwardCall& call, const CallFacts& p);
 ForwardResult math_forward(const ForwardCall& call);
 TensorHandle cached_math(const ForwardCall& call);  // for key and value in 8 bits, dequantized to 16 (quantized_kv.py)
+// For key and value that were quantized ahead of the call (quantize_ahead.py). `precision`: number of the recipe.
+TensorHandle quantize_kv_math(const ForwardCall& call, int64_t precision);
+ForwardResult quantized_attention_math(const ForwardCall& call, int64_t precision);
 ForwardResult paged_math(const ForwardCall& call);  // for a paged KV cache (paged.py)
 // Reference math for windows (attention.py).
 ForwardResult attention_math(const ForwardCall& call);

@@ -20,6 +20,7 @@ MAX_CHARS_BETWEEN = 300  # characters of C++ between two parts of one message
 # Modules whose errors users meet; every raised message must be on the page.
 RAISING = (
     *("api/attention", "api/attention_args", "api/varlen", "api/varlen_args", "api/varlen_plan", "api/kv_cache"),
+    *("api/quantize_kv", "ops/quantize_ahead"),
     *("api/block_sparse", "api/backend", "api/explain_attention", "api/explain_varlen", "flash_attn", "env"),
     *("ops/block_mask", "ops/quantized_kv", "ops/attention", "ops/paged", "ops/sdpa", "registry/quant_recipes"),
     *("dispatch/library", "cli/warmup", "cli/model_config"),

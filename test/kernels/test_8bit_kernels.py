@@ -17,11 +17,13 @@ from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug.dispatch import bindings
-from torch_flashplug.ops import quantize_reference
+from torch_flashplug.ops import quantize_ahead, quantize_reference
+from torch_flashplug.registry.kernel_args import FORWARD
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.registry.kernel_table import KERNEL_ROWS
-from torch_flashplug.registry.quant_recipes import KEY_ORDER, LONGEST_SUM, RECIPES
+from torch_flashplug.registry.quant_recipes import LONGEST_SUM, RECIPES, precision_number
 from torch_flashplug.testing import attention_math
+from torch_flashplug.testing.direct_launch import order_arguments
 from torch_flashplug.testing.emulation_8bit import attend
 
 SEED = 20261125
@@ -82,29 +84,31 @@ def relative_error(out: Tensor, expected: Tensor) -> float:
 SIZES = (((1, 2, 1), (5, 70)), ((2, 4, 2), (130, 200)), ((1, 1, 1), (33, 515)))
 
 
-def read_workspace(spec: KernelSpec, workspace: Tensor, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-    """Return the operands that the kernel left in the workspace (kernels/features/quantized_qkv.py)."""
-    (B, Hq, Sq, _), (_, Hkv, Sk, Dv) = q.shape, v.shape
-    recipe = RECIPES[next(name for name in RECIPES if name in spec.features)]
-    types = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, None: None}
-    padded = -(-Sk // len(KEY_ORDER)) * len(KEY_ORDER)
-    parts = (
-        ("q", types[recipe.scores], (B, Hq, Sq, spec.d)),
-        ("k", types[recipe.scores], (B, Hkv, Sk, spec.d)),
-        ("v", types[recipe.values], (B, Hkv, Dv, padded)),
+def read_workspaces(
+    spec: KernelSpec, of_q: Tensor, of_kv: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> dict[str, Tensor]:
+    """Return the operands that the kernel left in its two workspaces (kernels/features/quantized_qkv.py)."""
+    (B, Hq, Sq, D), (_, Hkv, Sk, Dv) = q.shape, v.shape
+    name = next(name for name in RECIPES if name in spec.features)
+    layout = quantize_ahead.KvLayout(name, spec.d, spec.dv, spec.tile_n)
+    assert spec.features & {"mask"} or layout == quantize_ahead.KvLayout.select(precision_number(name), D, Dv)
+    operands = layout.views(of_kv, B, Hkv, Sk, Dv)
+    operands |= {part: operands[part][..., :Dv] for part in ("v_scale", "v_mean") if part in operands}
+    offset, memory = 0, of_q.view(torch.int8)
+    for part, dtype, shape in (
+        ("q", operands["k"].dtype, (B, Hq, Sq, spec.d)),
         ("q_scale", torch.float32, (B, Hq, Sq)),
         ("row_shift", torch.float32, (B, Hq, Sq)),
-        ("k_scale", torch.float32, (B, Hkv, -(-Sk // spec.tile_n))),
-        *((part, torch.float32 if recipe.values else None, (B, Hkv, spec.dv)) for part in ("v_scale", "v_mean")),
-    )
-    operands_by_name, offset, memory = {}, 0, workspace.view(torch.int8)
-    for part, dtype, shape in parts:
-        if dtype is not None:
-            size = math.prod(shape) * dtype.itemsize
-            operand = memory[offset : offset + size].view(dtype).view(shape)
-            operands_by_name[part] = operand[..., :Dv] if part in {"v_scale", "v_mean"} else operand
-            offset += -(-size // 128) * 128
-    return operands_by_name
+    ):
+        size = math.prod(shape) * dtype.itemsize
+        operands[part] = memory[offset : offset + size].view(dtype).view(shape)
+        offset += -(-size // 128) * 128
+    return operands
+
+
+def poisoned_workspace() -> Tensor:
+    memory = torch.full((1 << 20,), POISON, dtype=torch.int32)
+    return memory[-memory.data_ptr() % 128 // 4 :]
 
 
 PLAIN = [spec for spec in SPECS if spec.dtype == "bf16" and not spec.features & {"causal", "mask"}]
@@ -126,13 +130,14 @@ def test_quantized_operands_match_the_torch_reference(spec: KernelSpec) -> None:
             k[1, 1, 150, 3], q[1, 3, 9, 2], v[1, 0, 10, 9] = math.nan, math.inf, math.inf
         B, Hq, Sq, _ = q.shape
         out, lse = torch.empty(B, Hq, Sq, v.shape[3], dtype=q.dtype), torch.empty(B, Hq, Sq)
-        memory = torch.full((1 << 20,), POISON, dtype=torch.int32)
-        workspace = memory[-memory.data_ptr() % 128 // 4 :]
-        counter = torch.zeros(1, dtype=torch.int32)
-        function(q, k, v, out, lse, 0.1, 0.07, counter, 3, *[None] * 6, workspace, *[None] * 9, ctypes.c_void_p(None))
+        of_q, of_kv = poisoned_workspace(), poisoned_workspace()
+        arguments = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "scale_log2": 0.1, "scale": 0.07, "num_ctas": 3}
+        arguments |= {"counter": torch.zeros(1, dtype=torch.int32), "quant_workspace": of_q, "quantized_kv": of_kv}
+        arguments |= {"k_samples": k, "quantizes_kv": 1}
+        function(*order_arguments(FORWARD, arguments), ctypes.c_void_p(None))
         expected_operands, actual_operands = (
             quantized_operands(name, spec, q, k, v),
-            read_workspace(spec, workspace, q, k, v),
+            read_workspaces(spec, of_q, of_kv, q, k, v),
         )
         for part, actual in actual_operands.items():
             expected = getattr(expected_operands, part)

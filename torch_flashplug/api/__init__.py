@@ -8,6 +8,7 @@
 - `varlen_args`: The checks of cu_seqlens and seqused_k.
 - `varlen_plan`: plan_varlen(): tile lists that several calls share.
 - `kv_cache`: append_kv().
+- `quantize_kv`: quantize_kv(), and attention() with the result.
 - `block_sparse`: attention() with a block_mask.
 - `explain_attention`: explain_attention().
 - `explain_varlen`: explain_varlen().

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from ..ops.attention import NO_LENGTHS, NO_PLAN, AttentionParams, Window
 from ..ops.paged import check_page_numbers
+from ..ops.quantize_ahead import QuantizedKV
 from ..torch_hooks import describe_call
 from .attention_args import (
     DENSE_RULE,
@@ -39,6 +40,7 @@ from .attention_args import (
     window_of,
 )
 from .block_sparse import block_sparse_attention
+from .quantize_kv import quantized_attention
 from .varlen import check_pages, kv_length_attention, paged_attention, varlen_attention
 from .varlen_plan import VarlenPlan, check_is_plan
 
@@ -47,8 +49,8 @@ _F_SDPA = torch._C._nn.scaled_dot_product_attention  # torch's built-in function
 
 def attention(  # noqa: PLR0913
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | QuantizedKV,
+    v: Tensor | None = None,
     *,
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
@@ -82,13 +84,16 @@ def attention(  # noqa: PLR0913
     Args:
         q (Tensor): Queries (B, Sq, Hq, D), or (T, Hq, D) with `cu_seqlens_q`. Kernels take bf16 and fp16 on a GPU. Any
             other floating-point dtype runs as torch math, without a kernel.
-        k (Tensor): Keys (B, Sk, Hkv, D), packed keys (Tk, Hkv, D), or with `block_table` a pool of pages (pages, rows
-            of a page, Hkv, D). Dtype of `q`, or the 8 bits of a quantized cache: int8, float8_e4m3fn or float8_e5m2,
-            with `q` in bf16 or fp16 for kernels. A kernel reads the 8 bits of decode calls (up to 64 query rows for
-            each KV head). Calls with more query rows, or with a softcap, first convert K and V to 16 bits. So do decode
-            calls without sequence lengths but with sinks or `return_lse`. The converted dtype is bf16, also for an fp16
-            query. 8-bit keys have no gradients. `QuantizedTensor` holds rotated and shifted keys.
-        v (Tensor): Values, shaped as `k` with Dv in place of D, and with the dtype of `k`.
+        k (Tensor or QuantizedKV): Keys (B, Sk, Hkv, D), packed keys (Tk, Hkv, D), or with `block_table` a pool of pages
+            (pages, rows of a page, Hkv, D). Dtype of `q`, or the 8 bits of a quantized cache: int8, float8_e4m3fn or
+            float8_e5m2, with `q` in bf16 or fp16 for kernels. A kernel reads the 8 bits of decode calls (up to 64 query
+            rows for each KV head). Calls with more query rows, or with a softcap, first convert K and V to 16 bits. So
+            do decode calls without sequence lengths but with sinks or `return_lse`. The converted dtype is bf16, also
+            for an fp16 query. 8-bit keys have no gradients. `QuantizedTensor` holds rotated and shifted keys. The
+            result of `quantize_kv()` stands for `k` and `v` together. The only other arguments are then `causal` (False
+            or "top_left", or any if Sq equals Sk), `scale`, `out` and `return_lse`, and there are no gradients.
+        v (Tensor or None): Values, shaped as `k` with Dv in place of D, and with the dtype of `k`. None only with a
+            `QuantizedKV`.
         causal (bool or str): True and "bottom_right" make all keys visible to the last query. "top_left" makes one key
             visible to the first query, as `is_causal` of F.scaled_dot_product_attention does. Any value but False sets
             the right bound of `window` to 0.
@@ -168,19 +173,24 @@ def attention(  # noqa: PLR0913
     params = params_of(causal, window, softcap, scale, num_splits, fixed_split_size)
     operands, scales = (q, k, v), (k_scale, v_scale)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k)
-    if out is not None:
+    is_quantized = isinstance(k, QuantizedKV)
+    if out is not None and not is_quantized:
         check_out(out, operands, sinks, *scales, *lengths, block_table)
-    if plan is not None:
+    if plan is not None and not is_quantized:
         check_is_plan(plan, cu_seqlens_q is not None and block_table is None and block_mask is None)
-    if block_mask is not None:
-        other_masks = {
-            "causal or window": params.window.is_bounded, "softcap": softcap != 0.0, "sinks": sinks is not None,
-            "k_scale, v_scale": any(x is not None for x in scales), "block_table": block_table is not None,
-            "lengths": any(x is not None for x in lengths), "num_splits": num_splits is not None,
-            "fixed_split_size": fixed_split_size is not None,
+    if block_mask is not None or is_quantized:
+        conflicts = {
+            "causal or window": params.window.is_bounded and not is_quantized, "window": is_quantized and bool(window),
+            "softcap": softcap != 0.0, "sinks": sinks is not None, "k_scale, v_scale": scales != (None, None),
+            "block_table": block_table is not None, "lengths": any(x is not None for x in lengths),
+            "num_splits": num_splits is not None, "fixed_split_size": fixed_split_size is not None,
+            "block_mask": is_quantized and block_mask is not None, "plan": is_quantized and plan is not None,
         }  # fmt: skip
-        conflicts = [name for name, is_used in other_masks.items() if is_used]
-        results = block_sparse_attention(operands, block_mask, conflicts, scale, out)
+        names = [name for name, is_used in conflicts.items() if is_used]
+        if is_quantized:
+            results = quantized_attention(q, k, v, causal, params, names, out)
+        else:
+            results = block_sparse_attention(operands, block_mask, names, scale, out)
         return results if return_lse else results[0]
     if block_table is not None:
         results = paged_attention(operands, sinks, block_table, lengths, scales, params, max_seqlen_q, out)

@@ -20,7 +20,8 @@ from ..dispatch import bindings
 from ..ops import paged
 from ..ops.attention import AttentionForwardArgs, AttentionParams, namespace
 from ..ops.block_mask import PreparedBlockMask, prepare_block_mask
-from ..registry import features
+from ..ops.quantize_ahead import QuantizedKV, planned_head_dims
+from ..registry import features, quant_recipes
 from ..registry.architectures import BACKENDS, KERNEL_BACKENDS
 from ..registry.kernel_spec import PAGE_GROUP_ROWS
 from ..torch_hooks import describe_call
@@ -36,16 +37,19 @@ _RECORDED_OPS = (
     namespace.attention_fwd,
     namespace.paged_fwd,
     namespace.quantized_kv_fwd,
+    namespace.quantized_attention_fwd,
     namespace.block_sparse_fwd,
     namespace.sdpa_fwd,
 )
 _NEVER_NONE = {name for name, x in inspect.signature(attention).parameters.items() if x.default is not None}
 _CONVERTED = "Key and value are converted to 16 bits first."
 _GATHERED = "Pages are gathered first."
+_QUANTIZED_AHEAD = "Key and value were quantized ahead."
+_QUANTIZES_QUERY = "The call quantizes the query only."
 
 
 def explain_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **arguments: object
+    q: Tensor, k: Tensor | QuantizedKV, v: Tensor | None = None, *, device: str | None = None, **arguments: object
 ) -> Plan:  # fmt: skip
     """Return the plan of an attention() call without running the call.
 
@@ -56,8 +60,8 @@ def explain_attention(
 
     Args:
         q: queries, as for attention().
-        k: keys, as for attention().
-        v: values, as for attention().
+        k: keys, as for attention(), or the result of quantize_kv().
+        v: values, as for attention(); None with the result of quantize_kv().
         device: "h100", "h200", "a100", "l4" or "rtx4090" for the plan on that GPU; None for the plan on the device of
             the tensors.
         arguments: all other arguments of attention(), by name.
@@ -71,6 +75,8 @@ def explain_attention(
     """
     device = device_name("explain_attention", device)
     startup.load()
+    if isinstance(k, QuantizedKV):
+        return _of_quantized_kv(q, k, v, device, arguments)
     tensors = (q, k, v)
     if not all(isinstance(x, Tensor) for x in tensors):
         attention(*tensors, **arguments)  # raises the error
@@ -96,6 +102,19 @@ def explain_attention(
     elif "block_table" in arguments and recorder.recorded_ops[0] is namespace.attention_fwd:
         plan = _with_copies(plan, _GATHERED)
     return replace(plan, call=_in_one_line(tensors, arguments))
+
+
+def _of_quantized_kv(q: Tensor, kv: QuantizedKV, v: object, device: str | None, arguments: dict[str, object]) -> Plan:
+    """Return the plan of an attention() call with the result of quantize_kv()."""
+    if not isinstance(q, Tensor):
+        attention(q, kv, v, **arguments)  # raises the error
+    recorder = _OpRecorder(q.device if device is None else torch.device("cuda"), device)
+    query, meta_kv = recorder.as_meta(q), QuantizedKV(*map(recorder.as_meta, kv))
+    meta_arguments = {name: recorder.as_meta(x) for name, x in arguments.items()}
+    plan = recorder.plan_of_call(lambda: attention(query, meta_kv, v, **meta_arguments))
+    *_, D = kv.key_shape
+    key, value = (torch.empty((*kv.key_shape[:3], size), dtype=kv.dtype, device="meta") for size in (D, kv.Dv))
+    return replace(plan, call=_in_one_line((q, key, value), {"precision": kv.precision, **arguments}))
 
 
 class _OpRecorder(TorchFunctionMode):
@@ -154,6 +173,8 @@ class _OpRecorder(TorchFunctionMode):
             )
             if not plan.kernel:
                 plan = _with_copies(replace(plan, backend="stock"), _CONVERTED)
+        elif op is namespace.quantized_attention_fwd:
+            plan = self._of_quantized_kv(*self.args)
         elif op is namespace.block_sparse_fwd:
             # Gradients exclude decode kernels, which read no mask metadata; block_sparse_ops.cpp does the same.
             facts = {"mask": 1, "grad": 1, "cost_ratio_192": self.args[4]}
@@ -178,6 +199,19 @@ class _OpRecorder(TorchFunctionMode):
         is_quantized = a.k_scale is not None
         gathered = "Pages are gathered first and converted to 16 bits." if is_quantized else _GATHERED
         return _with_copies(self.plan_of_call(lambda: paged._math(*args)), gathered, reason)
+
+    def _of_quantized_kv(
+        self, query: Tensor, quantized: Tensor, samples: Tensor, value: Tensor | None, keys: int, value_dim: int,
+        precision: int, is_causal: bool, scale: float | None,
+    ) -> Plan:  # fmt: skip
+        B, Hkv, _, D = samples.shape
+        recipe = tuple(quant_recipes.RECIPES)[precision - 1]
+        key, value = (samples.new_empty((B, Hkv, keys, size)) for size in (D, value_dim))
+        needs = {"causal": is_causal, recipe: 1, **dict(zip(("D", "Dv"), planned_head_dims(D, value_dim), strict=True))}
+        plan = self._of_op((query, key, value), needs, 0, scale=scale, mode=0)
+        if not plan.kernel:
+            return _with_copies(plan, _QUANTIZED_AHEAD)
+        return _with_copies(replace(plan, precision=recipe), _QUANTIZED_AHEAD, _QUANTIZES_QUERY)
 
     def _of_op(
         self, args: tuple, needs: dict[str, float], splits: int, *, scale: float | None, forced: bool = False,

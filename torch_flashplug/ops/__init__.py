@@ -6,6 +6,7 @@
 - `block_sparse`: Block-sparse attention.
 - `block_mask`: The conversion of a FlexAttention BlockMask.
 - `quantized_kv`: 8-bit keys and values.
+- `quantize_ahead`: Key and value that are quantized once.
 - `reference`: Attention in plain torch.
 - `dropout_reference`: The dropout mask in plain torch.
 - `mask_preprocess_reference`: Mask preprocessing in plain torch.

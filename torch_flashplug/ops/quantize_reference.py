@@ -39,6 +39,9 @@ from ..registry.quant_recipes import (
     Recipe,
 )
 
+# Number of keys whose samples are all different and lie at a fixed distance. A tensor of so many keys can hold the
+# samples of any longer tensor.
+SAMPLED_KEYS = (NUM_ENDS + 1) * 2 * (SAMPLES - 2 * NUM_ENDS)
 _DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
@@ -157,6 +160,16 @@ def sample(x: Tensor) -> Tensor:
     first = torch.arange(NUM_ENDS, device=x.device)
     spread = (2 * torch.arange(between, device=x.device) + 1) * S // (2 * between)
     return x[:, :, torch.cat((first.clamp_max(S - 1), spread, (first + S - NUM_ENDS).clamp_min(0)))]
+
+
+def spread_samples(x: Tensor) -> Tensor:
+    """Return (B, H, SAMPLED_KEYS, D) with the samples of `x`, which has more rows, and zeros between."""
+    samples, distance = sample(x), NUM_ENDS + 1
+    spread = x.new_zeros(*x.shape[:2], SAMPLED_KEYS, x.shape[3])
+    spread[:, :, :NUM_ENDS] = samples[:, :, :NUM_ENDS]
+    spread[:, :, distance : SAMPLED_KEYS - NUM_ENDS : 2 * distance] = samples[:, :, NUM_ENDS:-NUM_ENDS]
+    spread[:, :, SAMPLED_KEYS - NUM_ENDS :] = samples[:, :, -NUM_ENDS:]
+    return spread
 
 
 def in_key_order(rows: Tensor) -> Tensor:

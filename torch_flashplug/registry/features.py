@@ -109,8 +109,9 @@ FEATURES = (
         Feature(
             name, name, f"with precision {name}",
             f"precision={name!r} is requested, but the kernels of this backend multiply in 16 bits.",
-            arguments=("quant_workspace",), class_path=f"quantized_qkv.{class_name}", is_unconditional=True,
-            recipe=name,
+            arguments=("quant_workspace", "quantized_kv", "k_samples", "quantizes_kv"),
+            class_path=f"quantized_qkv.{class_name}", launch_class_path="quantized_qkv.QuantizeThenKernel",
+            is_unconditional=True, recipe=name,
         )
         for name, class_name in (("qk8", "Int8ScoresFeature"), ("8bit", "Int8Feature"), ("e4m3", "E4m3Feature"))
     ),

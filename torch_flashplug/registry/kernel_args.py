@@ -105,9 +105,15 @@ _SINKS = _tensor("sinks", 1, "fp32", "(Hq,), a further logit in the softmax of e
 _LSE_GRADIENT = _tensor(
     "dlse", 3, "fp32", "(B, Hq, Sq), gradient of the LSE, from autograd; (B, Hq, 0): none", is_optional=True
 )
-_QUANT_WORKSPACE = _tensor(
-    "quant_workspace", 1, "int32", "(n,), workspace of the op: operands in 8 bits (quantized_qkv.py)", is_optional=True
-)
+_QUANTIZED = (
+    _tensor("quant_workspace", 1, "int32", "(n,), workspace of the op: Q in 8 bits (quantized_qkv.py)",
+            is_optional=True),
+    _tensor("quantized_kv", 1, "int32", "(n,), K and V in 8 bits: workspace of the op, or the caller's",
+            is_optional=True),
+    _tensor("k_samples", 4, "key", "(B, Hkv, keys, D): k, or a copy of the sampled keys of k", is_optional=True),
+    _number("quantizes_kv", "int32", "1: the call quantizes K and V; 0: quantized_kv holds them already",
+            is_optional=True),
+)  # fmt: skip
 _CACHE = (
     _tensor("k_scale", 3, "fp32", "(B, Hkv, Sk), scale of each key, stride 0 in broadcast dims", is_optional=True),
     _tensor("v_scale", 3, "fp32", "(B, Hkv, Sk), scale of each value, stride 0 in broadcast dims", is_optional=True),
@@ -126,7 +132,7 @@ FORWARD = (
     *_SCALES,
     *_TILE_SCHEDULER,
     *_FEATURES,
-    _QUANT_WORKSPACE,
+    *_QUANTIZED,
     *_WINDOW,
     _SINKS,
     _SOFTCAP,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
-from ..ops import attention, sdpa
+from ..ops import attention, quantize_ahead, sdpa
 from . import tracing
 
 
@@ -18,6 +18,7 @@ def register() -> None:
         lambda out, *args, **settings: _forward(*args, **settings)
     )
     register_flop_formula(attention.namespace.attention_bwd)(_attention_backward)
+    register_flop_formula(quantize_ahead.namespace.quantized_attention_fwd)(_quantized_attention)
 
 
 def _forward(query: tuple, key: tuple, value: tuple, *unused, **unused_settings) -> int:
@@ -30,6 +31,14 @@ def _backward(grad_out: tuple, query: tuple, key: tuple, value: tuple, *unused, 
 
 def _attention_backward(grad_out: tuple, grad_lse: tuple | None, *operands, **unused) -> int:
     return _backward(grad_out, *operands)
+
+
+def _quantized_attention(
+    query: tuple, quantized_kv: tuple, key_samples: tuple, value: tuple | None, keys: int, value_dim: int, *unused,
+    **unused_settings,
+) -> int:  # fmt: skip
+    B, Hkv, _, D = key_samples
+    return _forward(query, (B, Hkv, keys, D), (B, Hkv, keys, value_dim))
 
 
 def _repeat_kv_heads(query: tuple, key: tuple, value: tuple) -> tuple[tuple, tuple]:

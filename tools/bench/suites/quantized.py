@@ -1,6 +1,7 @@
 """8-bit suites: attention by recipe (eightbit), errors against fp64 (accuracy), and 8-bit KV caches (cache8).
 
-Suite eightbit times kernels alone, and complete calls that include the quantization. The baselines are the project's
+Suite eightbit times kernels alone, and complete calls that include the quantization. `ours_ahead` is a complete call
+with key and value that were quantized before, and `quantize_kv` is that part. The baselines are the project's
 16-bit kernels, FlashAttention-3's FP8 and cuDNN's FP8 kernel alone. The operands of FlashAttention-3 are quantized with
 torch functions, by the largest entry of each head. Times of kernels alone come from the profiler. These times contain
 all kernels that a call launches, except the project's quantization kernels.
@@ -34,7 +35,7 @@ from tools.bench import baselines, cudnn_fp8, workloads
 from tools.bench.report import SHOWN
 from tools.bench.runner import Bench, facts_of, graphed, refusal, row_of
 from tools.bench.suites import decode
-from torch_flashplug import QuantizedTensor, sdpa_backend
+from torch_flashplug import QuantizedKV, QuantizedTensor, attention, quantize_kv, sdpa_backend
 from torch_flashplug.demo.call_recorder import Call, Recorder
 from torch_flashplug.demo.input_text import read_text
 from torch_flashplug.demo.model import next_byte_loss
@@ -83,6 +84,18 @@ def our_call(inputs: Inputs, case: Case, precision: str) -> Callable[[], Tensor]
             return F.scaled_dot_product_attention(*inputs, **case.sdpa_kwargs())
 
     return call
+
+
+def quantize_call(inputs: Inputs, precision: str) -> Callable[[], QuantizedKV]:
+    """Return the call that quantizes key and value once."""
+    k, v = (x.transpose(1, 2) for x in (inputs.k, inputs.v))
+    return lambda: quantize_kv(k, v, precision=precision)
+
+
+def ahead_call(inputs: Inputs, case: Case, precision: str) -> Callable[[], Tensor]:
+    """Return the call with key and value that were quantized before."""
+    kv, q, causal = quantize_call(inputs, precision)(), inputs.q.transpose(1, 2), "top_left" if case.causal else False
+    return lambda: attention(q, kv, causal=causal).transpose(1, 2)
 
 
 def by_head(x: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
@@ -163,7 +176,11 @@ def _measure_recipe(bench: Bench, name: str, case: Case, recipe: str) -> None:
             return
         if error > LARGEST_ERROR[recipe]:
             raise SystemExit(f"{name}: wrong, nothing is timed: {error}")
+        ahead = ahead_call(inputs, case, recipe)
+        if not torch.equal(ahead(), ours()):
+            raise SystemExit(f"{name}: wrong, nothing is timed: key and value quantized ahead change the result")
         kernels, complete_calls = {"ours_fa3": ours}, {"ours_call": ours, "ours_16bit": ours_16bit}
+        complete_calls |= {"ours_ahead": ahead, "quantize_kv": quantize_call(inputs, recipe)}
         try:
             if fa3 := fa3_calls(inputs, case):
                 fa3[0]()

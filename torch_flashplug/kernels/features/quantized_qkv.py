@@ -1,4 +1,17 @@
-"""Quantized QK and PV products (quant_recipes.py). Q, K and V are quantized into the workspace before the kernel."""
+"""Quantized QK and PV products (quant_recipes.py). Q, K and V are quantized before the kernel.
+
+Quantized K and V have a workspace of their own, because calls with the same K and V may share it. The arguments tell
+which parts of the work a call does:
+
+| call | quantizes_kv | num_ctas |
+|---|---|---|
+| quantizes Q, K and V, then runs the kernel | 1 | the SMs of the device |
+| quantizes K and V only (`quantize_kv`) | 1 | 0 |
+| quantizes Q, then runs the kernel | 0 | the SMs of the device |
+
+The row shifts of Q need the constant key, hence the sampled keys. `k_samples` provides the samples: it is K itself, or
+the copy of the sampled keys that accompanies quantized K and V (`sampled_keys` in quantize_reference.py).
+"""
 
 from __future__ import annotations
 
@@ -31,13 +44,30 @@ class QuantizedQkv(KernelFeatures):
         self.v_is_transposed = values is not None
 
     def launch_preprocess(self, call: object, stream: cuda.CUstream) -> None:
+        """Launch nothing: `QuantizeThenKernel` calls `launch_before_kernel`, with or without the kernel behind."""
+
+    def launch_before_kernel(self, call: object, stream: cuda.CUstream) -> None:
+        """Launch the preprocess kernels of further features, then the quantization."""
         super().launch_preprocess(call, stream)
         self.quantize(call, stream)
 
     @cute.jit
     def quantize(self, call: object, stream: cuda.CUstream):
+        """Launch the quantization of K and V, unless they are quantized already, and of Q."""
         kernel = Quantize(self.element, self.recipe, self.spec.d, self.spec.dv, self.spec.tile_n)
-        kernel(call.q, call.k, call.v, self.quantized_operands(call), call.num_ctas, stream)
+        kernel(call.q, self.keys_to_quantize(call), call.v, self.quantized_operands(call), call.num_ctas, stream)
+
+    def keys_to_quantize(self, call: object) -> cute.Tensor:
+        """Return K or the copy of its samples.
+
+        The batch size is 0 if K and V are quantized already. The quantization kernel then has CTAs for Q only, and
+        these read the samples of K at the same strides.
+        """
+        samples = call.k_samples
+        B, Hkv, S, D = samples.shape
+        return cute.make_tensor(
+            samples.iterator, cute.make_layout((B * call.quantizes_kv, Hkv, S, D), stride=samples.stride)
+        )
 
     def wait_for_preprocess(self) -> None:
         cute.arch.griddepcontrol_wait()
@@ -62,25 +92,39 @@ class QuantizedQkv(KernelFeatures):
         return ProductOperands(with_dtype(quantized.q, scores), with_dtype(quantized.k, scores), v, scaling)
 
     def quantized_operands(self, call: object) -> QuantizedOperands:
-        """Return the quantized operands in the workspace.
+        """Return the quantized operands in the two workspaces.
 
-        src/operands/quant_workspace.cpp computes the same number of bytes.
+        src/operands/quant_workspace.cpp computes the same numbers of bytes, and ops/quantize_ahead.py reads the
+        workspace of K and V.
         """
         B, Hq, Sq, _ = call.q.shape
         _, Hkv, Sk, _ = call.k.shape
-        Dv, workspace = call.v.shape[3], QuantWorkspace(call.quant_workspace.iterator)
-        q, k = (workspace.next_tensor(Uint8, B, heads, S, self.spec.d) for heads, S in ((Hq, Sq), (Hkv, Sk)))
-        v = (
-            workspace.next_tensor(Uint8, B, Hkv, Dv, cute.round_up(Sk, len(KEY_ORDER)))
-            if self.v_is_transposed
-            else None
-        )
-        q_scale, row_shift = (workspace.next_tensor(Float32, B, Hq, Sq) for _ in range(2))
-        k_scale = workspace.next_tensor(Float32, B, Hkv, cute.ceil_div(Sk, self.spec.tile_n))
+        Dv, of_q = call.v.shape[3], QuantWorkspace(call.quant_workspace.iterator)
+        of_kv = QuantWorkspace(call.quantized_kv.iterator)
+        q = of_q.next_tensor(Uint8, B, Hq, Sq, self.spec.d)
+        q_scale, row_shift = (of_q.next_tensor(Float32, B, Hq, Sq) for _ in range(2))
+        k = of_kv.next_tensor(Uint8, B, Hkv, Sk, self.spec.d)
+        v = of_kv.next_tensor(Uint8, B, Hkv, Dv, cute.round_up(Sk, len(KEY_ORDER))) if self.v_is_transposed else None
+        k_scale = of_kv.next_tensor(Float32, B, Hkv, cute.ceil_div(Sk, self.spec.tile_n))
         v_scale, v_mean = (
-            workspace.next_tensor(Float32, B, Hkv, self.spec.dv) if self.v_is_transposed else None for _ in range(2)
+            of_kv.next_tensor(Float32, B, Hkv, self.spec.dv) if self.v_is_transposed else None for _ in range(2)
         )
         return QuantizedOperands(q, k, v, q_scale, k_scale, v_scale, row_shift, v_mean)
+
+
+class QuantizeThenKernel:
+    """Mixin ahead of a kernel class: launches the quantization before everything else.
+
+    A call without CTAs to run launches only the quantization of K and V.
+    """
+
+    @cute.jit
+    def launch(self, call: object, stream: cuda.CUstream):
+        self.features.launch_before_kernel(call, stream)
+        if call.num_ctas > 0:
+            # `super` has explicit arguments, because the DSL compiles a copy of this function, and the copy belongs to
+            # no class.
+            super(QuantizeThenKernel, self).launch(call, stream)  # noqa: UP008
 
 
 class QuantWorkspace:

@@ -94,12 +94,24 @@ class Quantize:
         self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: QuantizedOperands, num_sms: Int32,
         stream: cuda.CUstream
     ):  # fmt: skip
+        """Launch the kernel.
+
+        Args:
+            q: query (B, Hq, Sq, D).
+            k: key (B, Hkv, Sk, D); or of batch size 0, if K and V are quantized already.
+            v: value (B, Hkv, Sk, Dv).
+            out: quantized operands.
+            num_sms: SMs of the device; 0 if Q is not quantized.
+            stream: CUDA stream.
+        """
         B, Hq, Sq, _ = q.shape
-        _, Hkv, Sk, _ = k.shape
+        Sk, kv_heads = k.shape[2], k.shape[0] * k.shape[1]
         blocks = cute.ceil_div(Sq, self.query_rows.rows)
-        blocks_per_cta = cutlass.max(cutlass.min(B * Hq * blocks // (ENOUGH // self.threads * num_sms), MOST_BLOCKS), 1)
-        keys, queries = B * Hkv * cute.ceil_div(Sk, self.key_rows.rows), B * Hq * cute.ceil_div(blocks, blocks_per_cta)
-        values = Int32(0) if out.v is None else B * Hkv * cute.ceil_div(Sk, KEYS)
+        enough = ENOUGH // self.threads * cutlass.max(num_sms, 1)
+        blocks_per_cta = cutlass.max(cutlass.min(B * Hq * blocks // enough, MOST_BLOCKS), 1)
+        keys, queries = kv_heads * cute.ceil_div(Sk, self.key_rows.rows), B * Hq * cute.ceil_div(blocks, blocks_per_cta)
+        queries = cutlass.select_(num_sms > 0, queries, Int32(0))
+        values = Int32(0) if out.v is None else kv_heads * cute.ceil_div(Sk, KEYS)
         grid = (keys + values + queries, 1, 1)
         self.kernel(q, k, v, out, blocks_per_cta).launch(grid=grid, block=(self.threads, 1, 1), stream=stream)
 
