@@ -19,10 +19,8 @@ from torch_flashplug.kernels.score_stages import (  # noqa: E402
 )
 from torch_flashplug.kernels.score_stages.pipeline import ScorePipeline, ScoreStage  # noqa: E402
 from torch_flashplug.kernels.tiling import block_iterator  # noqa: E402
-from torch_flashplug.kernels.tiling import sliding_window as window_blocks  # noqa: E402
 from torch_flashplug.kernels.tiling import tile as tile_addressing  # noqa: E402
-
-TILES = [(64, 128), (64, 64)]  # tile_m, tile_n: kernel_spec.BACKWARD_TILE, PARTS_TILE
+from torch_flashplug.registry.kernel_spec import BACKWARD_TILE  # noqa: E402
 
 
 class Divisor(int):
@@ -33,69 +31,46 @@ class Divisor(int):
         return int(self)
 
 
-@pytest.fixture(params=range(60))
+@pytest.fixture(params=range(40))
 def tile_of_keys(request, monkeypatch):
-    """Return the query blocks of a random KV tile, a predicate of full visibility, and the order of the heads."""
-    for module in (block_iterator, window_blocks):
-        monkeypatch.setattr(module.cutlass, "select_", lambda condition, yes, no: yes if condition else no)
+    """Return the query blocks of a random causal KV tile, its steps, and a predicate of full visibility."""
+    monkeypatch.setattr(block_iterator.cutlass, "select_", lambda condition, yes, no: yes if condition else no)
     rng = random.Random(request.param)
-    Sq, Sk, (tile_m, tile_n) = rng.randint(1, 700), rng.randint(1, 700), rng.choice(TILES)
-    sizes, group = block_iterator.SeqlenInfo(Sq, Sk), rng.choice((1, 2, 3, 7, 8))
-    left, right, diagonal = rng.choice((0, 130, 10**6)), rng.choice((0, 70, 10**6)), rng.choice((0, Sk - Sq))
-    bound, sees = rng.choice(
-        (
-            (block_iterator.FullBlocks().bind(sizes, tile_m, tile_n), lambda i, j: True),
-            (block_iterator.CausalBlocks().bind(sizes, tile_m, tile_n), lambda i, j: j <= i),
-            (
-                window_blocks.BoundSlidingWindow(
-                    window_blocks.WindowReach(left, right, diagonal), sizes, tile_m, tile_n
-                ),
-                lambda i, j: i + diagonal - left <= j <= i + diagonal + right,
-            ),
-        )
-    )
-    n_block = rng.randrange(-(-Sk // tile_n))
+    Sq, Sk, (tile_m, tile_n) = rng.randint(1, 700), rng.randint(1, 700), BACKWARD_TILE
+    sizes, n_block = block_iterator.SeqlenInfo(Sq, Sk), rng.randrange(-(-Sk // tile_n))
+    bound = block_iterator.CausalBlocks().bind(sizes, tile_m, tile_n)
     blocks = bound.query_blocks(tile_addressing.Tile(n_block, 0, 0, sizes))
-    keys = range(n_block * tile_n, (n_block + 1) * tile_n)
 
     def is_full(block: int) -> bool:
-        rows = range(block * tile_m, min((block + 1) * tile_m, Sq))
-        return all(j < Sk and sees(i, j) for i in rows for j in keys)
+        """Return whether all rows of a query block see all keys of the tile."""
+        return (n_block + 1) * tile_n <= min(Sk, block * tile_m + 1)
 
-    heads = rng.choice((1, group))
-    return blocks, is_full, block_iterator.GroupOrder(Divisor(heads), group // heads)
+    group = Divisor(rng.choice((2, 3, 7, 8)))
+    return blocks, block_iterator.GroupQueryBlocks.create(blocks, group, n_block), is_full, n_block % group
 
 
 def test_every_head_visits_every_block_once(tile_of_keys):
-    blocks, is_full, order = tile_of_keys
-    group, group_blocks = order.heads * order.sets, block_iterator.GroupQueryBlocks(blocks, order)
-    steps = []
-    for head_set in range(group_blocks.outer_heads(group)):
-        head_blocks = group_blocks.of_head(head_set)
-        positions = [(subrange, j) for subrange in head_blocks.subranges() for j in range(subrange.begin, subrange.end)]
-        whole = head_blocks.all_blocks()
-        assert [j for _, j in positions] == list(range(whole.begin, whole.end))
-        for subrange, j in positions:
-            block, head = head_blocks.step(j, head_set)
-            assert head_blocks.nth(j) == block
-            assert subrange.masked or is_full(block)
-            steps.append((head_set, block, head))
-    assert len(steps) == group_blocks.total(group)
-    expected = [
-        (head_set, block, head_set * order.heads + head)
-        for head_set in range(order.sets)
-        for block in range(blocks.end - 1, blocks.begin - 1, -1)
-        for head in range(order.heads)
-    ]
-    assert steps == expected, "a set of heads visits each block, from the last block on, before the next block"
+    """All heads visit a block, from the last block on, before the next block; full steps mask nothing out."""
+    blocks, steps, is_full, first_head = tile_of_keys
+    positions = [(subrange, j) for subrange in steps.subranges() for j in range(subrange.begin, subrange.end)]
+    whole = steps.all_blocks()
+    assert [j for _, j in positions] == list(range(whole.begin, whole.end))
+    assert len(positions) == blocks.total(steps.group)
+    visits = [tuple(steps.step(j)) for _, j in positions]
+    heads = [(first_head + i) % steps.group for i in range(steps.group)]
+    assert visits == [(block, head) for block in range(blocks.end - 1, blocks.begin - 1, -1) for head in heads]
+    for (subrange, j), (block, _) in zip(positions, visits, strict=True):
+        assert steps.nth(j) == block
+        assert subrange.masked or is_full(block)
+        assert steps.next(j, subrange) == steps.nth(min(j + 1, subrange.end - 1))
 
 
-def test_next_block_is_the_block_of_the_next_step(tile_of_keys):
-    blocks, _, order = tile_of_keys
-    group_blocks = block_iterator.GroupQueryBlocks(blocks, order)
-    for subrange in group_blocks.subranges():
-        for j in range(subrange.begin, subrange.end):
-            assert group_blocks.next(j, subrange) == group_blocks.nth(min(j + 1, subrange.end - 1))
+def test_only_dense_causal_kernels_visit_a_group_together():
+    """Windows and block lists have tiles of equal length, or lists of their own for each query head."""
+    iterators = {
+        iterator.__name__ for iterator in _subclasses(block_iterator.BlockIterator) if iterator.visits_group_together
+    }
+    assert iterators == {"CausalBlocks"}
 
 
 def _subclasses(base: type) -> set[type]:

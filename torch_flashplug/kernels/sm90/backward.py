@@ -2,7 +2,8 @@
 
 The kernel is persistent. A CTA stays on its SM and fetches blocks of tile_n keys of a single KV head from a dynamic
 tile scheduler. The CTA keeps dK and dV of the block in registers. The mainloop visits the query rows that see the
-block, for every query head of the group. Each of the two consumer warpgroups owns 64 of the keys.
+block, for every query head of the group. Each of the two consumer warpgroups owns 64 of the keys. With a causal mask,
+groups of several heads have a kernel that visits all heads of the group at a block of rows (`GroupQueryBlocks`).
 
 Scores are computed transposed (keys x queries). Therefore P^T and dS^T are already the left operands of dV += P^T dO
 and dK += dS^T Q (FlashAttention-3, arXiv 2407.08608, section B; FlashAttention-2, arXiv 2307.08691, algorithm 2).
