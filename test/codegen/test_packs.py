@@ -42,9 +42,10 @@ BUILT = [(pack.target, spec) for pack in kernel_table.PACKS for spec in pack.spe
 BUILT += [(target, spec) for target, specs in COMPILED_ONLY.items() for spec in specs]
 # Maximum numbers of kernels: each kernel costs seconds of every clean build and 90 KB. A feature gets a separate pack.
 # Only the feature kernels for every GPU are in packs with other kernels: 72 in sm90a_fa2 and in sm80. sm90a has 30
-# kernels with masks.
-CEILINGS = {"sm90a": 225, "sm90a_bias": 80, "sm90a_fa2": 215, "sm90a_dropout": 90, "sm90a_8bit": 190, "sm80": 365}
-CEILINGS["sm90a_window"] = 130  # D 192: 1.25 to 1.4 x the kernels of 256; D 32 and 96: up to 1.2 x those of 64, 128
+# kernels with masks, and four for gradients of D 72 to 96 (1.1 to 1.3 x those of 128).
+CEILINGS = {"sm90a": 230, "sm90a_bias": 80, "sm90a_fa2": 215, "sm90a_dropout": 90, "sm90a_8bit": 190, "sm80": 365}
+# D 192: 1.25 to 1.4 x the kernels of 256; D 32 and 96: up to 1.2 x those of 64, 128; gradients of D 96: 1.1 to 1.3 x
+CEILINGS["sm90a_window"] = 132
 
 
 def test_packs_have_no_more_kernels_than_allowed():
@@ -168,6 +169,11 @@ def backward_products(spec: KernelSpec) -> tuple[int, int]:
     return bodies * (spec.d // 16 + spec.dv // 16 + 2 * (spec.tile_m // 16) + dq) + dq, bodies * 10 + 3
 
 
+def num_main_kernels(spec: KernelSpec) -> int:
+    """Return the number of main kernels: a dense causal backward has another kernel for groups of query heads."""
+    return 2 if spec.kind == "bwd" and spec.features == {"causal"} else 1
+
+
 def part_products(spec: KernelSpec) -> tuple[int, int]:
     """Return the number of wgmmas and fences of a split backward.
 
@@ -251,12 +257,13 @@ def test_kernel_has_the_expected_registers_and_tensor_core_instructions(spec, re
     # At entry, each thread has an equal share of the register file. A register split, if there is one, takes over
     # afterwards.
     assert row["registers"] <= 65536 // (max_threads(spec) * (spec.ctas_per_sm if spec.is_decode else 1)), row
-    assert row["usetmaxreg"] == SPLITS_OF_REGISTERS.get(spec.kind, 2), row
+    kernels = num_main_kernels(spec)
+    assert row["usetmaxreg"] == SPLITS_OF_REGISTERS.get(spec.kind, 2) * kernels, row
     hgmma, fences = PRODUCTS[spec.kind](spec)
-    assert row["hgmma"] == hgmma, row
+    assert row["hgmma"] == hgmma * kernels, row
     # ptxas brackets each batch of wgmmas with a few WARPGROUP instructions; dozens mean that ptxas has serialized the
     # batches.
-    assert row["warpgroup"] <= fences, row
+    assert row["warpgroup"] <= fences * kernels, row
 
 
 @pytest.mark.parametrize("target", TARGETS)

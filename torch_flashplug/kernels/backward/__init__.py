@@ -1,6 +1,7 @@
 """Parts of the backward kernels.
 
 - `pre_post_process`: The kernels before and after the backward: delta, and the conversion of dQ.
+- `dq_product`: The product dS K of a step on Hopper, and its addition to the workspace.
 - `dq_writer`: The warp that adds dQ up in global memory.
 - `dbias_reduce`: The sum of the gradient of a broadcast bias.
 - `workspace`: The workspace of dQ.
