@@ -181,8 +181,7 @@ void add_memory(Opcodes& to) {
     for (const auto* type : {"b64", "u64"}) to["ld.param." + size + type] = {"XP", load<Space::kParameters, uint64_t>};
     for (const auto* type : {"b8", "u8"})
       to["ld.param." + size + type] = {"HP", load<Space::kParameters, uint8_t, uint16_t>};
-    for (const auto* type : {"b16", "u16"})
-      to["ld.param." + size + type] = {"HP", load<Space::kParameters, uint16_t>};
+    for (const auto* type : {"b16", "u16"}) to["ld.param." + size + type] = {"HP", load<Space::kParameters, uint16_t>};
   }
   for (const auto* name : {"red.global.add.v2.f32", "red.global.add.v4.f32"}) to[name] = {"GV", reduce_vector};
   to["cp.async.cg.shared.global"] = {"SGIw", copy};
