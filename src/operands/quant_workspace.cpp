@@ -45,7 +45,7 @@ int64_t kv_bytes(const CallFacts& p, const KernelRow& row) {
   bytes.add(heads * p.Sk * row.d_max);
   if (values) bytes.add(heads * p.Dv * rounded(p.Sk, tables().layout.key_order));
   bytes.add(heads * ceil_div(p.Sk, row.tile_n) * kWordBytes);
-  for (int of_channel = 0; values && of_channel < 2; ++of_channel) bytes.add(heads * row.dv_max * kWordBytes);
+  for (int i = 0; values && i < 2; ++i) bytes.add(heads * row.dv_max * kWordBytes);  // scale and mean of a channel
   return bytes.total();
 }
 
@@ -63,13 +63,13 @@ TensorHandle pack_quant_workspace(const ForwardCall& call, const CallFacts& p, c
                                   const KernelRow& row, Arguments* arguments) {
   if (!arguments->takes("quant_workspace")) return {};
   const bool quantizes_kv = call.quantized_kv == nullptr;
-  const int64_t of_query = query_bytes(p, row);
-  TensorHandle workspace = new_words(of_query + (quantizes_kv ? kv_bytes(p, row) : 0), query);
+  const int64_t kv_offset = query_bytes(p, row);
+  TensorHandle workspace = new_words(kv_offset + (quantizes_kv ? kv_bytes(p, row) : 0), query);
   arguments->tensor("quant_workspace", workspace.get(), true);
   arguments->integer("quantizes_kv", quantizes_kv);
   arguments->tensor("k_samples", quantizes_kv ? call.k : call.key_samples);
   if (quantizes_kv)
-    arguments->global_number("quantized_kv", static_cast<char*>(mutable_data(workspace.get())) + of_query);
+    arguments->global_number("quantized_kv", static_cast<char*>(mutable_data(workspace.get())) + kv_offset);
   else
     arguments->tensor("quantized_kv", call.quantized_kv);
   return workspace;

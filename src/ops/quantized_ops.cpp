@@ -89,8 +89,8 @@ KeySizes read_key_sizes(const TensorHandle& samples, int64_t keys, int64_t value
   return {shape.size[0], shape.size[1], keys, shape.size[3], value_dim};
 }
 
-// Return a tensor with the sizes of a key or value that exists in 8 bits only.
-TensorHandle stand_in(const KeySizes& sizes, int64_t head_dim, const TensorHandle& samples) {
+// Return a tensor with the sizes of a key or value that exists in 8 bits only. Kernels do not read the tensor.
+TensorHandle make_unread_tensor(const KeySizes& sizes, int64_t head_dim, const TensorHandle& samples) {
   TensorMeta meta;
   int32_t dtype = -1;
   read_meta(samples.get(), &meta);
@@ -126,8 +126,8 @@ void quantized_attention_forward(StableIValue* stack, uint64_t, uint64_t) {
   check_precision(precision);
   const KeySizes sizes = read_key_sizes(samples, keys, value_dim);
   const bool has_value = is_defined(value.get());
-  const TensorHandle k = stand_in(sizes, sizes.D, samples),
-                     v = has_value ? TensorHandle::share(value.get()) : stand_in(sizes, sizes.Dv, samples);
+  const TensorHandle k = make_unread_tensor(sizes, sizes.D, samples),
+                     v = has_value ? TensorHandle::share(value.get()) : make_unread_tensor(sizes, sizes.Dv, samples);
   ForwardCall call{{q.get(), k.get(), v.get(), nullptr, 0.0, causal, scale}, {}};
   call.quantized_kv = quantized_kv.get(), call.key_samples = samples.get();
   const ReadFacts facts = read_facts(call);

@@ -1,7 +1,7 @@
 """Attention calls of published models as data: heads of the models, and calls with everyday sizes.
 
 The heads are those of the models' published configurations. Lengths are typical of the model (tokens of an image,
-frames of a recording), or odd lengths of texts. Calls have no mask tensor. Windows of single layers are left out.
+frames of a recording), or odd sequence lengths. Calls have no mask tensor. Windows of single layers are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Heads:
 
 
 HEADS: dict[str, Heads] = {
-    # Decoders of texts
+    # Language models
     "Llama-3.1-8B": Heads(32, 8, 128),
     "Llama-3.1-70B": Heads(64, 8, 128),
     "Llama-3.2-1B": Heads(32, 8, 64),

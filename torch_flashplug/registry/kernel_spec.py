@@ -330,6 +330,14 @@ class HopperSpec(KernelSpec):
         """True if the registers of a backward hold K, V and every product of a step."""
         return self.d + self.dv <= 2 * KV_IN_REGISTERS_D
 
+    @property
+    def shares_dq_registers(self) -> bool:
+        """True if dQ of a fused backward has the registers of dP.
+
+        Both must have equal sizes: ptxas serializes products whose accumulators overlap in part.
+        """
+        return self.d // BACKWARD_WARPGROUPS == self.tile_m
+
     def smem_bytes(self) -> int:
         """Return the shared memory of a CTA in bytes.
 
@@ -399,8 +407,9 @@ class HopperSpec(KernelSpec):
         """Return the accumulator registers of a consumer thread.
 
         - fwd: scores and output in fp32, probabilities in 16 bits.
-        - bwd: dK and dV, scores and the gradient of the scores (then dQ) in fp32, probabilities (then dS) in 16 bits.
-          If `kv_in_registers`, all of these are separate, and K and V are in registers, too.
+        - bwd: dK and dV, scores and the gradient of the scores (then dQ, if `shares_dq_registers`) in fp32,
+          probabilities (then dS) in 16 bits. If `kv_in_registers`, all of these are separate, and K and V are in
+          registers, too.
         - dbias: scores, the gradient of the scores, and the sum of the gradient in fp32.
         """
         if self.kind == "dbias":
@@ -412,7 +421,8 @@ class HopperSpec(KernelSpec):
             return max(self.d // 2 + self.tile_n, (self.d + self.dv) // 4 + self.tile_m // 2) + weights
         if self.is_backward:
             keys = (self.d + self.dv) // 2 + self.tile_m + self.tile_m // 4
-            return keys + self.kv_in_registers * (self.tile_m // 4 + self.d // 4 + (self.d + self.dv) // 4)
+            keys += (not self.shares_dq_registers) * self.d // 4
+            return keys + self.kv_in_registers * (self.tile_m // 4 + (self.d + self.dv) // 4)
         return self.tile_n // 2 + self.tile_n * self.bytes_of("v") // 8 + self.dv // 2
 
     def register_budget(self) -> RegisterBudget:

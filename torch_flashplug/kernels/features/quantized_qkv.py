@@ -99,15 +99,19 @@ class QuantizedQkv(KernelFeatures):
         """
         B, Hq, Sq, _ = call.q.shape
         _, Hkv, Sk, _ = call.k.shape
-        Dv, of_q = call.v.shape[3], QuantWorkspace(call.quant_workspace.iterator)
-        of_kv = QuantWorkspace(call.quantized_kv.iterator)
-        q = of_q.next_tensor(Uint8, B, Hq, Sq, self.spec.d)
-        q_scale, row_shift = (of_q.next_tensor(Float32, B, Hq, Sq) for _ in range(2))
-        k = of_kv.next_tensor(Uint8, B, Hkv, Sk, self.spec.d)
-        v = of_kv.next_tensor(Uint8, B, Hkv, Dv, cute.round_up(Sk, len(KEY_ORDER))) if self.v_is_transposed else None
-        k_scale = of_kv.next_tensor(Float32, B, Hkv, cute.ceil_div(Sk, self.spec.tile_n))
+        Dv, q_workspace = call.v.shape[3], QuantWorkspace(call.quant_workspace.iterator)
+        kv_workspace = QuantWorkspace(call.quantized_kv.iterator)
+        q = q_workspace.next_tensor(Uint8, B, Hq, Sq, self.spec.d)
+        q_scale, row_shift = (q_workspace.next_tensor(Float32, B, Hq, Sq) for _ in range(2))
+        k = kv_workspace.next_tensor(Uint8, B, Hkv, Sk, self.spec.d)
+        v = (
+            kv_workspace.next_tensor(Uint8, B, Hkv, Dv, cute.round_up(Sk, len(KEY_ORDER)))
+            if self.v_is_transposed
+            else None
+        )
+        k_scale = kv_workspace.next_tensor(Float32, B, Hkv, cute.ceil_div(Sk, self.spec.tile_n))
         v_scale, v_mean = (
-            of_kv.next_tensor(Float32, B, Hkv, self.spec.dv) if self.v_is_transposed else None for _ in range(2)
+            kv_workspace.next_tensor(Float32, B, Hkv, self.spec.dv) if self.v_is_transposed else None for _ in range(2)
         )
         return QuantizedOperands(q, k, v, q_scale, k_scale, v_scale, row_shift, v_mean)
 

@@ -28,6 +28,12 @@ L2_GROUP_BYTES_SHORT = 16 * 2**20
 LONG_HEAD_TILES = 10
 
 
+def balanced_group_size(count: Int32, size: Int32) -> Int32:
+    """Return a size near `size` by which `count` heads form groups of almost equal sizes."""
+    num_groups = cutlass.max((count + size // 2) // size, 1)
+    return (count + num_groups - 1) // num_groups
+
+
 @dataclass(frozen=True)
 class TileScheduler:
     """Tile scheduler: sizes of the launch."""
@@ -59,9 +65,8 @@ class TileScheduler:
             num_m_blocks >= LONG_HEAD_TILES, cutlass.Int64(L2_GROUP_BYTES), cutlass.Int64(L2_GROUP_BYTES_SHORT)
         )
         budget = cutlass.Int64(L2_GROUP_BYTES_SHORT) if is_varlen else budget
-        groups, fitting = total_heads // group, cutlass.max(Int32(budget // kv_head_bytes), 1)
-        num_groups = cutlass.max((groups + fitting // 2) // fitting, 1)
-        return (groups + num_groups - 1) // num_groups * group
+        fitting = cutlass.max(Int32(budget // kv_head_bytes), 1)
+        return balanced_group_size(total_heads // group, fitting) * group
 
     @property
     def total(self) -> Int32:

@@ -474,8 +474,8 @@ class BackwardSm90(KernelCall, kind="bwd"):
                 stage_loads = score_pipeline.begin_tile_load(tile, tile.query_head(g))
                 subrange = head_range.all_blocks()
                 for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
-                    block, head = head_range.step(j)
-                    head = g + head
+                    block, nth_head = head_range.step(j)
+                    head = g + nth_head
                     tQsQ, tQgQ = tile.queries(q, head).tiles((self.tile_m, self.d), (None, 0))
                     tOsO, tOgO = tile.queries(do, head).tiles((self.tile_m, self.dv), (None, 0))
                     gRowStats = tile.row_stats(mRowStats, head, self.tile_m)
@@ -538,7 +538,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         acc_dK, acc_dV = sm90.zeros(mma_k, (ROWS, self.d)), sm90.zeros(mma_v, (ROWS, self.dv))  # (64, D) and (64, Dv)
         P = dS = fragments.OperandA.create(acc_S, self.element)
         acc_dQ = sm90.zeros(mma_q, (ROWS, self.half))
-        if self.half == self.tile_m and not self.kv_in_registers:
+        if self.spec.shares_dq_registers:
             acc_dQ = cute.make_tensor(acc_dP.iterator, acc_dQ.layout)
         if self.kv_in_registers:
             dS = fragments.OperandA.create(acc_S, self.element)
@@ -616,7 +616,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
                 for subrange in head_range.subranges():
                     head_stages.begin(head_range.nth(subrange.begin), subrange.masked)
                     for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
-                        block, head = head_range.step(j)
+                        block, nth_head = head_range.step(j)
                         step = StepContext(head_stages, subrange.masked, block, head_range.next(j, subrange))
                         pending_dq = PendingDq(unit, step_count - first_step)
                         if cutlass.const_expr(self.kv_in_registers):
@@ -625,7 +625,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
                             self.step_reuse_registers(state, step_count, pending_dq, step, scale_log2)
                         pipelines.do.consumer_release(step_count)
                         pipelines.q.consumer_release(step_count)
-                        unit = (first_block + head * workspace.num_m_blocks + block) * UNITS + wg * 4 + warp_idx
+                        unit = (first_block + nth_head * workspace.num_m_blocks + block) * UNITS + wg * 4 + warp_idx
                         step_count += 1
             warpgroup.wait_group(0)
             pipelines.v.consumer_release(tile_count)
@@ -687,7 +687,10 @@ class BackwardSm90(KernelCall, kind="bwd"):
     def step_reuse_registers(
         self, state: ConsumerState, step_count: Int32, pending_dq: PendingDq, step: StepContext, scale_log2: Float32
     ):
-        """Run a step in which dP reuses the registers of the previous dQ, and dS those of P."""
+        """Run a step in which dS reuses the registers of P.
+
+        dP also reuses the registers of the previous dQ, if both have equal sizes (`HopperSpec.shares_dq_registers`).
+        """
         masked, stage = step.masked, state.pipelines.q.stage_index(step_count)
         state.pipelines.q.consumer_wait(step_count)
         warpgroup.fence()

@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from ..primitives.tile_scheduler import TileScheduler
+from ..primitives.tile_scheduler import TileScheduler, balanced_group_size
 from .block_iterator import BoundBlocks, QueryBlockRange
 
 STEPS_BEHIND = 3  # steps by which a KV block follows the previous block
@@ -77,9 +77,8 @@ def kv_heads_per_l2_group(
         fitting_heads = TileScheduler.heads_per_l2_group(head_bytes, num_n_blocks, 1, kv_heads)
         if not visits_group_together:
             return fitting_heads
-        most = cutlass.max(TILES_PER_L2_GROUP // num_n_blocks, 1)
-        num_groups = cutlass.max((kv_heads + most // 2) // most, 1)
-        return cutlass.select_(group > 1, cute.ceil_div(kv_heads, num_groups), fitting_heads)
+        heads = balanced_group_size(kv_heads, cutlass.max(TILES_PER_L2_GROUP // num_n_blocks, 1))
+        return cutlass.select_(group > 1, heads, fitting_heads)
     if num_ctas is not None:
         # Enough heads to start all CTAs, successively, in the time of a tile.
         steps = cute.ceil_div(Sq, blocks.tile_m) * group

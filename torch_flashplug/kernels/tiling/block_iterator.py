@@ -205,6 +205,10 @@ class BlockRange:
         """Return the block of the step after j. At the last step of a subrange, return the block of step j."""
         return self.nth(cutlass.min(j + 1, subrange.end - 1))
 
+    def step(self, j: Int32) -> QueryStep:
+        """Backward: return the block and the query head at position j."""
+        return QueryStep(self.nth(j), 0)
+
 
 class KvBlocks(BlockRange):
     """Range of `count` KV blocks of some rows. The first `num_masked` blocks are masked."""
@@ -319,10 +323,6 @@ class QueryBlockRange(BlockRange):
     def of_head(self, head: Int32) -> QueryBlockRange:
         return self
 
-    def step(self, j: Int32) -> QueryStep:
-        """Return the block and the query head at position j."""
-        return QueryStep(self.nth(j), 0)
-
     def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
         return BlockSubrange(True, self.begin, self.masked_end), BlockSubrange(False, self.masked_end, self.end)
 
@@ -360,7 +360,7 @@ class QueryStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GroupQueryBlocks:
+class GroupQueryBlocks(BlockRange):
     """Query blocks of a KV block, with all query heads of the group at a block before the next block.
 
     With a causal mask, the tiles of a KV head begin at different rows and end at the last row. In this order, from the
@@ -387,16 +387,12 @@ class GroupQueryBlocks:
         return self
 
     def step(self, j: Int32) -> QueryStep:
-        """Return the block and the query head at position j."""
         blocks, nth_head = divmod(j, self.group)
         head, heads = nth_head + self.first_head, self.group.divisor
         return QueryStep(self.blocks.end - 1 - blocks, cutlass.select_(head >= heads, head - heads, head))
 
     def nth(self, j: Int32) -> Int32:
         return self.blocks.end - 1 - j // self.group
-
-    def next(self, j: Int32, subrange: BlockSubrange) -> Int32:
-        return self.nth(cutlass.min(j + 1, subrange.end - 1))
 
     def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
         full = (self.blocks.end - self.blocks.masked_end) * self.group.divisor

@@ -21,14 +21,7 @@ from cutlass import Int32, Int64, Uint32
 from ...registry.kernel_spec import SPARSE_BLOCK, SPARSE_BLOCK_M_192
 from ...registry.mask_layout import INDEX_BITS
 from ..primitives.fragments import zero_of
-from .block_iterator import (
-    BlockIterator,
-    BlockRange,
-    BlockSubrange,
-    KvBlocks,
-    QueryStep,
-    WarpgroupKvRange,
-)
+from .block_iterator import BlockIterator, BlockRange, BlockSubrange, KvBlocks, WarpgroupKvRange
 from .seqlen_info import SeqlenInfo
 from .tile import Tile
 
@@ -282,10 +275,6 @@ class SparseBlockRange(BlockRange):
 @dataclass(frozen=True)
 class SparseQueryBlockRange(SparseBlockRange):
     """Range of the listed query blocks of a KV tile."""
-
-    def step(self, j: Int32) -> QueryStep:
-        """Return the block and the query head at position j."""
-        return QueryStep(self.nth(j), 0)
 
     def num_later_ranges(self, j: Int32) -> Int32:
         """Return the number of ranges of ORDER_BLOCK_N keys with earlier accumulation."""
