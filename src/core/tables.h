@@ -73,6 +73,7 @@ struct KernelRow {
   int32_t shares_heads;          // tiles of a backward may share the query heads of a KV head
   int32_t dkdv_alone;            // split backward: faster than the fused kernel where dQ is not wanted
   int32_t ctas_per_sm;           // decode: number of CTAs of an SM that read faster than a single CTA
+  int32_t column_tiles;          // tiles of the same rows; each has a part of the columns of V and O
   double last_tile;              // smallest cost of a head's last tile, as a fraction of a full tile's time
 };
 
@@ -297,23 +298,24 @@ struct CostModelRow {
 // Numbers that kernels and this core share: sizes of mask metadata (mask_layout.py, kernel_spec.py), the key order of
 // 8-bit values (quant_recipes.py), and limits of splits (dispatch_table.py).
 struct LayoutRow {
-  int64_t sparse_block;         // query rows and keys of a block of the block-sparse lists
-  int64_t sparse_block_m_192;   // query rows of a block of the second set of lists, for tiles of 192 rows
-  int64_t bitmask_tile;         // query rows and keys of a tile of the bitmask
-  int64_t bitmask_words;        // 32-bit words of a tile of the bitmask
-  int64_t key_order;            // keys that are reordered together
-  int64_t max_splits;           // limit of num_splits; a mode word has 8 bits for the number
-  int64_t split_unit;           // fixed_split_size is a multiple, because a split must be a multiple of any tile_n
-  int64_t max_head_dim;         // largest head dim of the kernels
-  int64_t head_dim_step;        // head dims are multiples, because rows are read in units of 16 bytes
-  int64_t workspace_alignment;  // bytes: alignment of each tensor in the workspace of quantized operands
-  int64_t page_group_rows;      // kernels read pages in place whose rows are a multiple
-  int64_t max_total_rows;       // limit of the rows and keys of all packed sequences together
+  int64_t sparse_block;          // query rows and keys of a block of the block-sparse lists
+  int64_t sparse_block_m_192;    // query rows of a block of the second set of lists, for tiles of 192 rows
+  int64_t bitmask_tile;          // query rows and keys of a tile of the bitmask
+  int64_t bitmask_words;         // 32-bit words of a tile of the bitmask
+  int64_t key_order;             // keys that are reordered together
+  int64_t max_splits;            // limit of num_splits; a mode word has 8 bits for the number
+  int64_t split_unit;            // fixed_split_size is a multiple, because a split must be a multiple of any tile_n
+  int64_t max_head_dim;          // largest head dim of the kernels
+  int64_t max_general_head_dim;  // the same, if the forward kernels alone have larger head dims
+  int64_t head_dim_step;         // head dims are multiples, because rows are read in units of 16 bytes
+  int64_t workspace_alignment;   // bytes: alignment of each tensor in the workspace of quantized operands
+  int64_t page_group_rows;       // kernels read pages in place whose rows are a multiple
+  int64_t max_total_rows;        // limit of the rows and keys of all packed sequences together
 };
 
-// Return whether some kernels have a head dim, possibly with padding.
+// Return whether kernels of all kinds have a head dim, possibly with padding.
 inline bool has_head_dim(const LayoutRow& layout, int64_t dim) {
-  return dim % layout.head_dim_step == 0 && dim <= layout.max_head_dim;
+  return dim % layout.head_dim_step == 0 && dim <= layout.max_general_head_dim;
 }
 
 struct Tables {

@@ -106,7 +106,8 @@ double estimate(const CallFacts& original, const KernelRow& row, const DeviceFac
   const CallFacts p = with_mean_length(original);
   const int sm_count = std::max(device.sm_count, 1);
   const double m = row.tile_m, n = row.tile_n;
-  const double heads = static_cast<double>(p.B) * p.Hq, num_m = static_cast<double>(ceil_div(p.Sq, row.tile_m));
+  const double heads = static_cast<double>(p.B) * p.Hq * row.column_tiles;
+  const double num_m = static_cast<double>(ceil_div(p.Sq, row.tile_m));
   const double all_blocks = static_cast<double>(ceil_div(p.Sk, row.tile_n));
   const double spared = 1.0 - last_tile(p, row);
   if ((row.takes & kWindow) != 0) {

@@ -59,7 +59,7 @@ Reason plan_family(const CallFacts& p, const DeviceFacts& device, Mode mode, con
   plan->kernel_row = decode >= 0 ? decode : forward;
   if (plan->kernel_row < 0) return Reason{Why::kNoKernel};
   const KernelRow& row = tables.kernels[plan->kernel_row];
-  plan->tiles = decode >= 0 ? packed_tiles(p, row) : p.B * p.Hq * ceil_div(p.Sq, row.tile_m);
+  plan->tiles = decode >= 0 ? packed_tiles(p, row) : p.B * p.Hq * ceil_div(p.Sq, row.tile_m) * row.column_tiles;
   return {};
 }
 

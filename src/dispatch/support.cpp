@@ -171,7 +171,9 @@ int find_stock_bug_row(const CallFacts& p, int64_t facts, const Tables& tables) 
 
 }  // namespace
 
+// The evidence is of head dims that the fused kernels of stock take.
 int find_stock_bug(const CallFacts& p, const Tables& tables) {
+  if (std::max(p.D, p.Dv) > tables.layout.max_general_head_dim) return -1;
   const auto any = [&p](bool Layout::* fact) {
     return std::any_of(p.layout, p.layout + kNumOperands, [fact](const Layout& layout) { return layout.*fact; });
   };

@@ -10,7 +10,14 @@ from torch.autograd import forward_ad
 
 from ..ops.attention import AttentionParams, Window
 from ..ops.quantized_kv import FORMATS, IN_WORDS, multiplied_in
-from ..registry.dispatch_table import COST_MODEL, HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_SPLITS, SPLIT_UNIT
+from ..registry.dispatch_table import (
+    COST_MODEL,
+    HEAD_DIM_STEP,
+    MAX_GENERAL_HEAD_DIM,
+    MAX_HEAD_DIM,
+    MAX_SPLITS,
+    SPLIT_UNIT,
+)
 from ..registry.dtypes import DTYPE_INFO, ELEMENTS_16BIT
 from ..torch_hooks import describe_call, tracing
 
@@ -244,9 +251,19 @@ def check_same(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return True if forward kernels take the operands, and backward kernels, too, if gradients are wanted."""
+    max_head_dim = MAX_GENERAL_HEAD_DIM if _is_differentiated(query, key, value) else MAX_HEAD_DIM
+    return _has_kernel_up_to(max_head_dim, query, key, value)
+
+
+def _has_kernel_up_to(max_head_dim: int, query: Tensor, key: Tensor, value: Tensor) -> bool:
     head_dims = (query.shape[3], value.shape[3])
     has_dtype = query.is_cuda and query.dtype == key.dtype == value.dtype and query.dtype in SIXTEEN_BITS
-    return has_dtype and all(dim % HEAD_DIM_STEP == 0 and dim <= MAX_HEAD_DIM for dim in head_dims)
+    return has_dtype and all(dim % HEAD_DIM_STEP == 0 and dim <= max_head_dim for dim in head_dims)
+
+
+def _is_differentiated(*operands: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in operands)
 
 
 def is_few(Hq: int, Sq: int, Hkv: int) -> bool:
@@ -256,11 +273,11 @@ def is_few(Hq: int, Sq: int, Hkv: int) -> bool:
 
 def is_decode_call(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return True if the decode kernels, which split the keys, take the call: few query rows, forward only."""
-    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     few = is_few(query.shape[1], query.shape[2], key.shape[1])
     # The op paged_fwd knows for which 8-bit dtypes a kernel exists, so that only the query counts there.
     read = (query, query, query) if key.dtype in FORMATS else (query, key, value)
-    return few and not differentiated and has_kernel(*read)
+    differentiated = _is_differentiated(query, key, value)
+    return few and not differentiated and _has_kernel_up_to(MAX_GENERAL_HEAD_DIM, *read)
 
 
 def scale_of(name: str, scale: Scale | None, x: Tensor, paged: bool = False) -> Tensor:

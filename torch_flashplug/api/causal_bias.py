@@ -15,7 +15,7 @@ from torch import Tensor
 from ..dispatch import bindings
 from ..registry import architectures, dispatch_table, features
 from ..registry.architectures import BACKENDS, KERNEL_BACKENDS
-from ..registry.dispatch_table import HEAD_DIM_STEP, MAX_HEAD_DIM
+from ..registry.dispatch_table import HEAD_DIM_STEP, MAX_GENERAL_HEAD_DIM
 from ..torch_hooks import describe_call
 
 
@@ -84,8 +84,10 @@ def _why_stock(
         return "with a lower-right mask, kernels support only bf16 and fp16 without dropout; stock serves this call"
     if query.shape[1] % max(key.shape[1], 1):
         return "the number of KV heads does not divide the number of query heads; stock attention rejects the call"
-    if max(padded_dims) > MAX_HEAD_DIM or (dims[0] != dims[1] and (list(dims) != padded_dims or is_grouped)):
-        return f"stock serves lower-right masks with these heads; kernels support head dims up to {MAX_HEAD_DIM}"
+    if max(padded_dims) > MAX_GENERAL_HEAD_DIM or (dims[0] != dims[1] and (list(dims) != padded_dims or is_grouped)):
+        return (
+            f"stock serves lower-right masks with these heads; kernels support head dims up to {MAX_GENERAL_HEAD_DIM}"
+        )
     if query.shape[1] // max(key.shape[1], 1) * query.shape[2] <= max_decode_rows:
         rows = f"at most {max_decode_rows} query rows for each KV head"
         return f"stock, which splits keys, serves lower-right masks with {rows}"

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 
 from ..dispatch import bindings, varlen_decision
 from ..registry.architectures import KERNEL_BACKENDS
-from ..registry.dispatch_table import HEAD_DIM_STEP, MAX_HEAD_DIM
+from ..registry.dispatch_table import HEAD_DIM_STEP, MAX_GENERAL_HEAD_DIM
 from ..torch_hooks import describe_call
 from ..torch_hooks import varlen_attn as varlen_hooks
 from . import startup
@@ -172,7 +172,7 @@ def _number_of(dtype: torch.dtype) -> int:
 
 def _is_readable(x: Tensor) -> bool:
     is_supported = x.dtype in (torch.bfloat16, torch.float16) and x.dim() == 3
-    return is_supported and x.shape[-1] % HEAD_DIM_STEP == 0 and x.shape[-1] <= MAX_HEAD_DIM
+    return is_supported and x.shape[-1] % HEAD_DIM_STEP == 0 and x.shape[-1] <= MAX_GENERAL_HEAD_DIM
 
 
 def _lies_as_cudnn_wants(x: Tensor) -> bool:

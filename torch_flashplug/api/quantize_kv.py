@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 
 from ..ops.attention import AttentionParams
 from ..ops.quantize_ahead import QuantizedKV, namespace, sampled_keys
-from ..registry.dispatch_table import HEAD_DIM_STEP, MAX_HEAD_DIM
+from ..registry.dispatch_table import HEAD_DIM_STEP, MAX_GENERAL_HEAD_DIM
 from ..registry.quant_recipes import ALIASES, PRECISION_16BIT, RECIPES, precision_number, recipe_name
 from ..torch_hooks import describe_call
 from .attention_args import SIXTEEN_BITS, check_out, check_rank, heads_fit
@@ -128,9 +128,10 @@ def _check_pair(k: Tensor, v: Tensor) -> None:
             "quantize_kv: k and v must have shapes (B, Sk, Hkv, D) and (B, Sk, Hkv, Dv) without empty dims, "
             f"but got {shapes}. Length comes before heads."
         )
-    if any(x.shape[3] % HEAD_DIM_STEP or x.shape[3] > MAX_HEAD_DIM for x in (k, v)):
+    if any(x.shape[3] % HEAD_DIM_STEP or x.shape[3] > MAX_GENERAL_HEAD_DIM for x in (k, v)):
         raise ValueError(
-            f"quantize_kv: head dims must be multiples of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, but got {shapes}."
+            f"quantize_kv: head dims must be multiples of {HEAD_DIM_STEP} up to {MAX_GENERAL_HEAD_DIM}, "
+            f"but got {shapes}."
         )
 
 

@@ -14,6 +14,7 @@ from ..registry import features, kernel_args
 from ..registry.architectures import FAMILIES
 from ..registry.dispatch_table import (
     HEAD_DIM_STEP,
+    MAX_GENERAL_HEAD_DIM,
     MAX_HEAD_DIM,
     MAX_SPLITS,
     OPERAND_CLASSES,
@@ -61,7 +62,7 @@ class KernelRow(ctypes.Structure):
         ("dtype", c_int32 * 4),
         *_members(c_int32, "tile_m tile_n stages cost elementwise"),
         *_members(c_int32, "smem_bytes sector_bytes rows_sector_aligned group_rows max_cluster peers_at_once counters"),
-        *_members(c_int32, "workspace_block_rows shares_heads dkdv_alone ctas_per_sm"),
+        *_members(c_int32, "workspace_block_rows shares_heads dkdv_alone ctas_per_sm column_tiles"),
         *_members(c_double, "last_tile"),
     )
 
@@ -106,8 +107,8 @@ class CostModelRow(ctypes.Structure):
 class LayoutRow(ctypes.Structure):
     _fields_ = (
         *_members(c_int64, "sparse_block sparse_block_m_192 bitmask_tile bitmask_words"),
-        *_members(c_int64, "key_order max_splits split_unit max_head_dim head_dim_step workspace_alignment"),
-        *_members(c_int64, "page_group_rows max_total_rows"),
+        *_members(c_int64, "key_order max_splits split_unit max_head_dim max_general_head_dim head_dim_step"),
+        *_members(c_int64, "workspace_alignment page_group_rows max_total_rows"),
     )
 
 
@@ -150,6 +151,7 @@ def of_kernels(row: kernel_table.KernelRow) -> Iterator[KernelRow]:
             rows_sector_aligned=row.rows_sector_aligned(spec),
             shares_heads=row.shares_heads(spec),
             workspace_block_rows=spec.workspace_block_rows,
+            column_tiles=spec.column_tiles,
         )
 
 
@@ -209,6 +211,6 @@ def of_layout() -> LayoutRow:
     return LayoutRow(
         sparse_block=SPARSE_BLOCK, sparse_block_m_192=SPARSE_BLOCK_M_192, bitmask_tile=TILE, bitmask_words=TILE_WORDS,
         key_order=len(KEY_ORDER), max_splits=MAX_SPLITS, split_unit=SPLIT_UNIT,
-        max_head_dim=MAX_HEAD_DIM, head_dim_step=HEAD_DIM_STEP,
+        max_head_dim=MAX_HEAD_DIM, max_general_head_dim=MAX_GENERAL_HEAD_DIM, head_dim_step=HEAD_DIM_STEP,
         workspace_alignment=WORKSPACE_ALIGNMENT, page_group_rows=PAGE_GROUP_ROWS, max_total_rows=MAX_TOTAL_ROWS,
     )  # fmt: skip

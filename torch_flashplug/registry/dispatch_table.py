@@ -55,7 +55,10 @@ class CostModel:
 
 
 MAX_SPLITS = 255  # limit of num_splits: the bits of a mode word (Mode in src/core/core.h)
-MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8  # head dims of the kernels; rows are read in units of 16 bytes
+MAX_HEAD_DIM, HEAD_DIM_STEP = 512, 8  # head dims of the kernels; rows are read in units of 16 bytes
+# Largest head dim with gradients, decode kernels, 8 bits, measured faults of stock, and torch's entries other than
+# F.sdpa. Only forwards of 16 bits have larger head dims.
+MAX_GENERAL_HEAD_DIM = 256
 SPLIT_UNIT = 128  # fixed_split_size is a multiple, because a split must be a multiple of any tile_n
 
 

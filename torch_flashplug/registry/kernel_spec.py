@@ -79,6 +79,8 @@ DQ_WRITERS = 2  # idle warps of a backward CTA that clear the dQ workspace and w
 DQ_WRITER_BYTES = 12 * 1024  # bytes of the workspace in flight for each dQ writer
 KV_IN_REGISTERS_D = 64  # up to this head dim, the five matrix products of a backward step have separate registers
 EARLY_RESCALE_DV = 256  # from this dim on, O is rescaled during the next Q K product, not after the P V product
+MAX_TILE_DV = 256  # columns of O that a warpgroup holds: the limit of a wgmma, and of registers
+SPLIT_PADDING = 10  # decode: floats of a row of results beside the columns (PEER_PAD of split_kv.py, and two)
 
 _HALF_SMEM = (SMEM_BYTES[90] + SMEM_RESERVED) // 2 - SMEM_RESERVED
 
@@ -184,6 +186,11 @@ class KernelSpec:
         return SPARSE_BLOCK if features.uses_block_lists(self.features) else self.tile_m
 
     @property
+    def column_tiles(self) -> int:
+        """Number of tiles with the same rows. Each has an equal part of the columns of V and O."""
+        return 1
+
+    @property
     def listed_rows(self) -> int:
         """Number of query rows of the blocks in the block-sparse lists of the kernel."""
         return SPARSE_BLOCK_M_192 if self.kind == "fwd" and self.tile_m == SPARSE_BLOCK_M_192 else SPARSE_BLOCK
@@ -262,19 +269,49 @@ class HopperSpec(KernelSpec):
 
     @property
     def warpgroups(self) -> int:
-        """Number of consumer warpgroups. Each owns 64 rows of the CTA, or half of the columns."""
+        """Number of consumer warpgroups. Each owns 64 rows of the CTA, or a part of the columns."""
         if self.is_backward and not self.is_single_tile:
             return BACKWARD_WARPGROUPS
-        return self.tile_m // ROWS_PER_WARPGROUP
+        return self.tile_m // ROWS_PER_WARPGROUP * self.column_warpgroups
 
     @property
     def threads(self) -> int:
-        return WARPGROUP * self.warpgroups + (WARP if self.is_decode else WARPGROUP)
+        return WARPGROUP * self.warpgroups + (WARPGROUP if self.splits_registers else WARP)
+
+    @property
+    def splits_registers(self) -> bool:
+        """True if a producer warpgroup gives registers away. The producer of most decode kernels is a single warp."""
+        return not self.is_decode or self.column_warpgroups > 1
+
+    @property
+    def column_tiles(self) -> int:
+        """Number of tiles with the same rows. O of more than MAX_TILE_DV columns does not fit in registers."""
+        return -(-self.dv // MAX_TILE_DV) if self.kind == "fwd" else 1
+
+    @property
+    def column_warpgroups(self) -> int:
+        """Number of warpgroups of a decode with the same rows. Each has an equal part of the columns of O."""
+        return -(-self.dv // MAX_TILE_DV) if self.is_decode else 1
+
+    @property
+    def combines_in_cluster(self) -> bool:
+        """True if the results of a decode CTA fit in the stages of V, where the CTAs of a cluster read them."""
+        results = self.tile_m * (self.dv + SPLIT_PADDING) * FP32_BYTES
+        return self.is_decode and results <= self.stages * self.tile_n * self.row_bytes("v")
+
+    @property
+    def tile_dv(self) -> int:
+        """Number of columns of V and O in a tile."""
+        return self.dv // self.column_tiles
+
+    def row_bytes(self, operand: str) -> int:
+        """Return the bytes of a row of an operand in a tile."""
+        return (self.d if operand in "qk" else self.tile_dv) * self.bytes_of(operand)
 
     @property
     def q_columns(self) -> int:
         """Number of columns of a Q tile in shared memory. O leaves through the Q tile of the same rows."""
-        return max(self.d, self.dv) if self.stores_out_in_q else self.d
+        return max(self.d, self.tile_dv) if self.stores_out_in_q else self.d
 
     @property
     def stores_out_in_q(self) -> bool:
@@ -323,7 +360,7 @@ class HopperSpec(KernelSpec):
 
     @property
     def early_rescale(self) -> bool:
-        return self.dv >= EARLY_RESCALE_DV and self.bytes_of("v") > 1  # with 8-bit V, ptxas spills in this mode
+        return self.tile_dv >= EARLY_RESCALE_DV and self.bytes_of("v") > 1  # with 8-bit V, ptxas spills in this mode
 
     @property
     def kv_in_registers(self) -> bool:
@@ -423,10 +460,11 @@ class HopperSpec(KernelSpec):
             keys = (self.d + self.dv) // 2 + self.tile_m + self.tile_m // 4
             keys += (not self.shares_dq_registers) * self.d // 4
             return keys + self.kv_in_registers * (self.tile_m // 4 + (self.d + self.dv) // 4)
-        return self.tile_n // 2 + self.tile_n * self.bytes_of("v") // 8 + self.dv // 2
+        out = self.tile_dv // self.column_warpgroups // 2
+        return self.tile_n // 2 + self.tile_n * self.bytes_of("v") // 8 + out
 
     def register_budget(self) -> RegisterBudget:
-        available = self._decode_registers(1) if self.is_decode else self.register_split.consumer
+        available = self.register_split.consumer if self.splits_registers else self._decode_registers(1)
         return RegisterBudget(self.accumulator_registers() + REGISTER_OVERHEAD, available)
 
     def illegal_shape(self) -> str | None:

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from . import features
 from .architectures import BY_ARCH, TARGETS
 from .dtypes import KERNEL_DTYPES, changes_elements, elements_of, unsupported_element_reason
-from .kernel_spec import MAX_CLUSTER_SIZE, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, WORKSPACE_UNITS, KernelSpec
+from .kernel_spec import (
+    MAX_CLUSTER_SIZE,
+    MAX_TILE_DV,
+    PEERS_AT_ONCE,
+    ROWS_PER_WARPGROUP,
+    WORKSPACE_UNITS,
+    KernelSpec,
+)
 
 # Sets of features (features.py), by the tags in names of kernels.
 FULL, CAUSAL, MASK, BIAS, BIAS32 = (("full",), ("causal",), ("mask",), ("bias",), ("bias32",))
@@ -198,6 +205,13 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 192, 192, VARLEN, 64, 96, 2, 1300),
     KernelRow("fwd", 90, 256, 256, WINDOW + VARLEN + SOFTCAP, 128, 80, 2, 1900),
     KernelRow("fwd", 90, 256, 256, VARLEN, 64, 80, 2, 1330),
+    # Head dims above 256: a tile has half of the columns of O (`column_tiles`). The costs are computed, not measured.
+    KernelRow("fwd", 90, 320, 320, BOTH + WINDOW + VARLEN, 128, 64, 2, 1400),
+    KernelRow("fwd", 90, 320, 320, BOTH, 64, 96, 2, 1200),
+    KernelRow("fwd", 90, 384, 384, BOTH + WINDOW + VARLEN, 128, 48, 2, 1300),
+    KernelRow("fwd", 90, 384, 384, BOTH, 64, 64, 2, 1000),
+    KernelRow("fwd", 90, 512, 512, BOTH + WINDOW + VARLEN + SOFTCAP + MASK, 128, 64, 1, 2400),
+    KernelRow("fwd", 90, 512, 512, BOTH + WINDOW, 64, 48, 2, 1000),
     # 8-bit precision: the fastest of two or three tiles each (docs/experiments/eight_bit.md).
     KernelRow("fwd", 90, 64, 64, QK8, 192, 128, 2),
     KernelRow("fwd", 90, 96, 96, QK8, 128, 128, 2),
@@ -367,6 +381,10 @@ def _has_bias(spec: KernelSpec) -> bool:
     return not spec.features.isdisjoint({"bias", "bias32"})
 
 
+def _is_wide(spec: KernelSpec) -> bool:
+    return max(spec.d, spec.dv) > MAX_TILE_DV
+
+
 def _has_window(spec: KernelSpec) -> bool:
     return "window" in spec.features and not _uses_8bit(spec)
 
@@ -421,7 +439,7 @@ def _has_tested_dims(spec: KernelSpec) -> bool:
     if spec.elementwise or combined or _needs_forced_backend(spec):
         return spec.d == 64
     usual = spec.d in {64, 128}
-    return usual or (spec.features <= {"causal"} and (spec.d, spec.dv) in {(192, 128), (256, 256)})
+    return usual or (spec.features <= {"causal"} and (spec.d, spec.dv) in {(192, 128), (256, 256), (512, 512)})
 
 
 def _is_sampled_for_sm_90a(spec: KernelSpec) -> bool:
@@ -438,7 +456,7 @@ TEST_SAMPLES: dict[str, Callable[[KernelSpec], bool]] = {
     "sm_80": lambda spec: _is_bf16(spec) and spec.d == 64 and _is_first_with_its_features(spec),
 }
 
-OUTSIDE_OF_BASE_PACK = (_needs_forced_backend, _has_bias, _has_dropout, _has_window, _uses_8bit)
+OUTSIDE_OF_BASE_PACK = (_needs_forced_backend, _has_bias, _has_dropout, _has_window, _uses_8bit, _is_wide)
 # The first pack of each target is the pack that every call needs.
 PACKS = (
     Pack(
@@ -451,7 +469,12 @@ PACKS = (
     ),
     Pack("sm90a_fa2", "sm_90a", _needs_forced_backend),  # sdpa_backend("fa2") on Hopper, and tests
     Pack("sm90a_dropout", "sm_90a", lambda spec: not _needs_forced_backend(spec) and _has_dropout(spec)),
-    Pack("sm90a_window", "sm_90a", lambda spec: not _needs_forced_backend(spec) and _has_window(spec)),
+    Pack(
+        "sm90a_window",
+        "sm_90a",
+        lambda spec: not _needs_forced_backend(spec) and _has_window(spec) and not _is_wide(spec),
+    ),
+    Pack("sm90a_wide", "sm_90a", _is_wide),  # head dims above 256
     Pack("sm90a_8bit", "sm_90a", lambda spec: not _needs_forced_backend(spec) and _uses_8bit(spec)),
     Pack("sm80", "sm_80", lambda spec: True),
 )

@@ -180,14 +180,17 @@ class ForwardSm90(KernelCall, kind="fwd"):
     Shared memory: the stages of Q, K and V, the tile indices, the mbarriers and the buffers of the score stages. O
     leaves through the stage of its Q if both have the same element size. Otherwise O has a buffer of (64, Dv) per
     warpgroup. Kernels with integer scores also hold the accumulators' initial value.
+
+    O of more than 256 columns does not fit in registers. Then each tile has an equal part of the columns of V and O
+    (`HopperSpec.column_tiles`), and computes the scores again.
     """
 
     def __init__(self, spec: HopperSpec):
         self.spec, self.features = spec, KernelFeatures.from_spec(spec)
         self.element = self.features.element
-        self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
+        self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.tile_dv
         self.stages, self.q_stages, self.q_columns = spec.stages, spec.num_q_buffers, spec.q_columns
-        self.warpgroups = spec.warpgroups
+        self.warpgroups, self.column_tiles = spec.warpgroups, spec.column_tiles
         self.early_rescale = spec.early_rescale
         # If two tiles of Q do not fit, the next Q has to wait until O has left shared memory. Then each warpgroup waits
         # for the store of its O at once, at the end of the tile.
@@ -195,7 +198,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
         # Half of a diagonal block has as many keys as a warpgroup has rows. Every second warpgroup sees no more of the
         # block than this half, so a product with half of the columns is enough. The half product is not built for
         # Dv > D, for 8-bit scores and for small D with a score derivative: ptxas would serialize every product there.
-        halves = self.features.tile_lengths_vary and spec.tile_n // 2 == ROWS and spec.dv <= spec.d
+        halves = self.features.tile_lengths_vary and spec.tile_n // 2 == ROWS and spec.tile_dv <= spec.d
         self.halves = (
             halves
             and self.element.scores is self.element
@@ -242,7 +245,8 @@ class ForwardSm90(KernelCall, kind="fwd"):
 
         B, Hq, Sq = call.lse.shape
         num_m_blocks, total_heads = addressing.max_blocks_of_rows(Sq, self.tile_m), B * Hq
-        kv_head_bytes = cutlass.Int64(call.k.shape[2]) * (self.spec.row_bytes("k") + self.spec.row_bytes("v"))
+        key_bytes = self.spec.row_bytes("k") + self.column_tiles * self.spec.row_bytes("v")
+        kv_head_bytes = cutlass.Int64(call.k.shape[2]) * key_bytes
         sizes = (kv_head_bytes, num_m_blocks, Hq // tma_operands.tensor("k").shape[2], total_heads)
         l2_group_heads = TileScheduler.heads_per_l2_group(*sizes, is_varlen=self.features.has_small_tiles)
         feature_args = (
@@ -250,10 +254,11 @@ class ForwardSm90(KernelCall, kind="fwd"):
             self.features.block_iterator(call),
             self.features.score_pipeline(call).tma(self.score_layout),
         )
+        num_ctas = cutlass.min(self.count_tiles(num_m_blocks * total_heads), call.num_ctas * self.spec.ctas_per_sm)
         self.kernel(
             tma_operands, call.lse, call.scales, operands.scaling, call.counter, l2_group_heads, *feature_args
         ).launch(
-            grid=(cutlass.min(num_m_blocks * total_heads, call.num_ctas * self.spec.ctas_per_sm), 1, 1),
+            grid=(num_ctas, 1, 1),
             block=(self.spec.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.spec.ctas_per_sm,  # without this bound ptxas may drop the register split
@@ -261,6 +266,19 @@ class ForwardSm90(KernelCall, kind="fwd"):
             preferred_smem_carveout=100 if self.spec.shares_sm else None,
             use_pdl=self.features.overlaps_preprocess,
         )
+
+    def count_tiles(self, row_tiles: Int32) -> Int32:
+        """Return the number of tiles for a number of blocks of rows."""
+        return row_tiles if self.column_tiles == 1 else row_tiles * self.column_tiles
+
+    def split_tile_index(self, tile_idx: Int32) -> tuple[Int32, Int32 | int]:
+        """Return the index of the block of rows, and the index of the columns of V and O, of a tile.
+
+        Tiles of the same rows are neighbors. They run at the same time, and read Q and K from L2.
+        """
+        if self.column_tiles == 1:
+            return tile_idx, 0
+        return tile_idx // self.column_tiles, tile_idx % self.column_tiles
 
     def make_qk(self, columns: int) -> cute.TiledMma:
         """Return the MMA of S = Q K^T, with both operands in shared memory."""
@@ -330,7 +348,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
         longest_first = block_iterator.tile_lengths_vary or addressing.sequence_lengths_vary
         l2_group_heads = addressing.heads_per_l2_group(l2_group_heads, B * Hq, Hq // Hkv)
         order = TileScheduler(longest_first, num_m_blocks, Hq, B * Hq, l2_group_heads)
-        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_index, order.total)
+        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_index, self.count_tiles(order.total))
         work = ForwardWork(
             pipeline_q,
             pipeline_k,
@@ -368,8 +386,9 @@ class ForwardSm90(KernelCall, kind="fwd"):
         group = work.tile_grid.group
         tile_count, block_count = Int32(0), Int32(0)  # numbers of tiles and of KV blocks so far
         tile_idx = cute.arch.block_idx()[0]
-        while tile_idx < work.tile_grid.total:
-            tile = work.tile_grid.tile(tile_idx, group)
+        while tile_idx < work.tile_scheduler.total:
+            row_tile, column_tile = self.split_tile_index(tile_idx)
+            tile = work.tile_grid.tile(row_tile, group)
             kv_range = work.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n).kv_blocks(tile)
             fetched_idx = Int32(0)
             if cutlass.const_expr(self.features.has_small_tiles):
@@ -377,7 +396,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
                     fetched_idx = work.tile_scheduler.fetch_next()
             tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.q_columns), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((self.tile_n, self.d), (None, 0))
-            tVsV, tVgV = tile.keys(v).tiles((self.dv, self.tile_n), (0, None))
+            tVsV, tVgV = tile.keys(v).tiles((self.dv, self.tile_n), (column_tile, None))
             stage_loads = score_pipeline.begin_tile_load(tile, tile.head)
             first_block = kv_range.nth(0)
             # K goes first, because the stage of Q may have to wait for the store of an O.
@@ -435,8 +454,9 @@ class ForwardSm90(KernelCall, kind="fwd"):
         score_pipeline = score_pipeline.allocate_registers(self.tile_n)  # score stages with their registers
 
         tile_count, block_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while tile_idx < work.tile_grid.total:
-            tile = work.tile_grid.tile(tile_idx)
+        while tile_idx < work.tile_scheduler.total:
+            row_tile, column_tile = self.split_tile_index(tile_idx)
+            tile = work.tile_grid.tile(row_tile)
             wg_tile = tile.block * self.warpgroups + wg
             row = wg_tile * ROWS + thread // sm90.WARP * ROWS_PER_WARP + lane // 4
             tile_stages = score_pipeline.set_tile(
@@ -481,9 +501,14 @@ class ForwardSm90(KernelCall, kind="fwd"):
                 block_count = skip_kv_blocks(
                     kv_range.num_trailing_skipped, pipeline_k, pipeline_v, order_barrier, tile_stages, block_count
                 )
-            write_lse(mLSE, row_softmax.finish(output.values, scales.natural, tile_stages), tile, row)
+            lse = row_softmax.finish(output.values, scales.natural, tile_stages)
+            if cutlass.const_expr(self.column_tiles == 1):
+                write_lse(mLSE, lse, tile, row)
+            elif column_tile == 0:  # the softmax of the other column tiles gives the same LSE
+                write_lse(mLSE, lse, tile, row)
             stage = pipeline_q.stage_index(count_q) if self.out_in_q else wg
-            self.store(output.acc, tile.rows(out), stage, wg_tile, output.product.add)
+            block = (wg_tile * (ROWS // ROWS_PER_WARP), column_tile)
+            self.store(output.acc, tile.rows(out), stage, block, output.product.add)
             if cutlass.const_expr(self.small_smem):
                 release_q_stage(pipeline_q, count_q)
             tile_idx = work.tile_scheduler.receive(tile_count)
@@ -533,19 +558,31 @@ class ForwardSm90(KernelCall, kind="fwd"):
             first_block.compute_p(S)
 
     @cute.jit
-    def store(self, acc_O: cute.Tensor, out: sm90.TmaOperand, stage: Int32, wg_tile: Int32, mma_pv: cute.TiledMma):
+    def store(
+        self,
+        acc_O: cute.Tensor,
+        out: sm90.TmaOperand,
+        stage: Int32,
+        block: tuple[Int32, Int32 | int],
+        mma_pv: cute.TiledMma,
+    ):
         """Store O in 16 bits through shared memory: the stage of its Q, or the output buffer where sizes differ.
 
-        Each warp stores its 16 rows as soon as they are in shared memory.
+        Each warp stores its 16 rows as soon as they are in shared memory. `block` is the first block of 16 rows and the
+        block of Dv columns of the output.
         """
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
         rO = cute.make_rmem_tensor_like(acc_O, self.element.dtype)
         rO.store(acc_O.load().to(self.element.dtype))
         stage_start = cute.slice_(out.s, (None, None, stage)).iterator
-        sO = cute.make_tensor(stage_start, sm90.slab_layout(self.element.dtype, ROWS, self.dv).outer)  # (64, Dv)
+        layout = sm90.slab_layout(self.element.dtype, ROWS, self.dv)
+        if cutlass.const_expr(self.column_tiles > 1):  # a part of the columns may have another swizzle than Q
+            stage_start = cute.recast_ptr(stage_start, layout.inner, dtype=self.element.dtype)
+        sO = cute.make_tensor(stage_start, layout.outer)  # (64, Dv)
         if cutlass.const_expr(self.out_in_q):
             sm90.sync_warpgroup(ForwardBarrier.Q_READ, wg)  # no warp of the warpgroup may still be reading Q
-        sm90.store_slabs(rO, sO, out, wg_tile * (ROWS // ROWS_PER_WARP), mma_pv)
+        first, column_block = block
+        sm90.store_slabs(rO, sO, out, first, mma_pv, column_block)
 
 
 @cute.jit
