@@ -181,8 +181,8 @@ def test_backend_blocks_are_respected() -> None:
             assert explain_attention(*dense_qkv(3, 512, torch.int8), **KV_SCALES, device="h100").backend == "fa2"
     with sdpa_backend("fa2"):
         assert explain_attention(q, k, v, softcap=2.0, device="h100").backend == "fa2"
-    wide = [meta_tensor(2, 512, 2, 512) for _ in range(3)]
-    assert "head dim 512, but the kernels take at most 256" in str(explain_attention(*wide, softcap=2.0, device="h100"))
+    wide = [meta_tensor(2, 512, 2, 520) for _ in range(3)]
+    assert "head dim 520, but the kernels take at most 256" in str(explain_attention(*wide, softcap=2.0, device="h100"))
     with sdpa_backend("fa3"):
         plan = explain_attention(*wide, softcap=2.0, device="h100")
     assert plan.backend == "math" and "is forced and cannot run this call" in plan.error

@@ -253,7 +253,7 @@ def test_tma_and_clusters_are_properties_of_the_family(monkeypatch: pytest.Monke
     row = KernelRow("fwd", 80, 96, 96, ("full",), 64, 64, 1)
 
     def asked() -> tuple[int, int, bool]:
-        return row.sector_bytes, row.max_cluster, row.rows_sector_aligned(row.specs()[0])
+        return row.sector_bytes, row.max_cluster(row.specs()[0]), row.rows_sector_aligned(row.specs()[0])
 
     assert asked() == (1, 1, False)
     used = dataclasses.replace(architectures.BY_ARCH[80], has_tma=True, supports_clusters=True)

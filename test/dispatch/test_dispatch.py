@@ -319,9 +319,9 @@ def test_explain_respects_backend_blocks() -> None:
     query = torch.empty(1, 8, 256, 64, dtype=torch.bfloat16, device="meta")
     with sdpa_backend("fa3"):
         assert torch_flashplug.explain(query, query, query, device="h100").backend == "fa3"
-        wide = torch.empty(1, 8, 256, 264, dtype=torch.bfloat16, device="meta")
+        wide = torch.empty(1, 8, 256, 520, dtype=torch.bfloat16, device="meta")
         refused = torch_flashplug.explain(wide, wide, wide, device="h100")
-        assert "256" in refused.error and refused.error in str(refused)
+        assert "512" in refused.error and refused.error in str(refused)
     with sdpa_backend("math"):
         assert torch_flashplug.explain(query, query, query, device="h100").backend == "math"
 

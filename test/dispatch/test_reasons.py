@@ -45,7 +45,7 @@ REASON_CASES = {
     "probability": ReasonCase(PLAIN | {"dropout_p": 1.5}),
     "empty": ReasonCase(call((1, 8, 8), (512, 0), (64, 64))),
     "head dim step": ReasonCase(call((1, 8, 8), (512, 512), (60, 60)), mode=sdpa_backend("fa3").mode),
-    "head dim": ReasonCase(call((1, 8, 8), (512, 512), (264, 264))),
+    "head dim": ReasonCase(call((1, 8, 8), (512, 512), (520, 520))),
     "features' dim": ReasonCase(call((1, 8, 8), (512, 512), (256, 256), bias32=1, dropout=1, dropout_p=0.5)),
     "last stride": ReasonCase(PLAIN | {"last_stride_v": 2}),
     "alignment": ReasonCase(PLAIN | {"align_k": 2}),
@@ -85,8 +85,12 @@ def test_every_reason_has_a_call(reason: str) -> None:
         ({"dropout": 1, "dropout_p": 0.1, "Dv": 32}, "calls (compute capability 9.0, dropout as with grad, D != Dv)"),
         ({"dropout": 1, "dropout_p": 1.5}, "dropout_p must be from 0 to 1, but got 1.5."),
         ({"bias32": 1, "dropout": 1, "dropout_p": 0.1, "D": 256}, "kernels with bias32 and dropout take at most 128"),
-        ({"D": 264}, "kernels take at most 256"),
-        ({"causal": 1, "D": 264}, "kernels take at most 256"),
+        ({"D": 520}, "kernels take at most 512"),
+        ({"causal": 1, "D": 520}, "kernels take at most 512"),
+        ({"bias": 1, "D": 264}, "the kernels with bias take at most 256"),
+        ({"dropout": 1, "dropout_p": 0.1, "Dv": 264}, "the kernels with dropout take at most 256"),
+        ({"D": 264, "grad": 1}, "no backward kernel takes this call"),
+        ({"D": 264}, "No measured entry covers this call"),
         ({"causal": 1, "mask": 1}, "PyTorch does not define the combination (its math backend raises)"),
         ({"causal": 1, "bias": 1}, "PyTorch does not define the combination (its math backend raises)"),
     ],
@@ -181,9 +185,9 @@ def test_causal_call_with_unequal_lengths_has_a_note_on_the_alignment() -> None:
 
 def test_head_dim_above_the_limit_is_the_only_reason() -> None:
     """Neither padding nor a copy helps, so neither is the remedy."""
-    reasons = bindings.plan(PLAIN | {"D": 300, "Dv": 300} | {f"align_{x}": 8 for x in "qkv"}, DEVICES["h100"])[
+    reasons = bindings.plan(PLAIN | {"D": 516, "Dv": 516} | {f"align_{x}": 8 for x in "qkv"}, DEVICES["h100"])[
         "reasons"
     ]
-    for text in (reasons["fa3"], reasons["fa2"]):
-        assert text.count("has head dim 300, but the kernels take at most 256") == 2
+    for text, limit in ((reasons["fa3"], 512), (reasons["fa2"], 256)):
+        assert text.count(f"has head dim 516, but the kernels take at most {limit}") == 2
         assert "multiples" not in text and "aligned" not in text

@@ -27,6 +27,7 @@ from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import (
     CASES,
     ODD_CASES,
+    WIDE_CASES,
     Case,
     DirectForward,
     Inputs,
@@ -97,6 +98,8 @@ def test_every_forward_kernel_is_reached_by_a_case(family):
     cases = [(case.with_dtype(dtype), {}) for case in CASES for dtype in ELEMENTS_16BIT]
     if family == "fa2":
         cases += [(case.with_dtype(dtype), {"align_q": 2}) for case in ODD_CASES for dtype in ELEMENTS_16BIT]
+    else:
+        cases += [(case.with_dtype(dtype), {}) for case in WIDE_CASES for dtype in ELEMENTS_16BIT]
     reached = {plan_of_forced_call(case, backend=family, **facts)["kernel"] for case, facts in cases}
     specs = (*FORWARDS, *kernel_table.specs(ARCHS[family], "decode"))  # masked kernels: test_masked_decode, test_bias
     missed = {spec.name() for spec in specs if spec.arch == ARCHS[family] and not spec.features - {"causal"}} - reached

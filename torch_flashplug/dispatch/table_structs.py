@@ -152,6 +152,7 @@ def of_kernels(row: kernel_table.KernelRow) -> Iterator[KernelRow]:
             shares_heads=row.shares_heads(spec),
             workspace_block_rows=spec.workspace_block_rows,
             column_tiles=spec.column_tiles,
+            max_cluster=row.max_cluster(spec),
         )
 
 

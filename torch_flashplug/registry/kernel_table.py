@@ -105,9 +105,10 @@ class KernelRow:
     def group_rows(self) -> int:
         return ROWS_PER_WARPGROUP
 
-    @property
-    def max_cluster(self) -> int:
-        return MAX_CLUSTER_SIZE if BY_ARCH[self.arch].supports_clusters else 1
+    def max_cluster(self, spec: KernelSpec) -> int:
+        """Return the largest cluster whose CTAs add up results in shared memory."""
+        supports_clusters = BY_ARCH[self.arch].supports_clusters and (not spec.is_decode or spec.combines_in_cluster)
+        return MAX_CLUSTER_SIZE if supports_clusters else 1
 
     @property
     def peers_at_once(self) -> int:
@@ -248,6 +249,8 @@ KERNEL_ROWS = (
     KernelRow("decode", 90, 192, 128, FULL + MASK + BIASES, 64, 64, 4, 1500),
     KernelRow("decode", 90, 192, 192, FULL + MASK, 64, 64, 4, 1500),
     KernelRow("decode", 90, 256, 256, FULL + MASK + BIASES, 64, 64, 3, 1250),
+    KernelRow("decode", 90, 512, 512, FULL, 64, 32, 2, 1400),  # the costs of D 512 are computed, not measured
+    KernelRow("decode", 90, 512, 512, MASK, 64, 64, 1, 2800),
     KernelRow("partbwd", 90, 64, 64, BOTH + WINDOW + VARLEN + SOFTCAP, 64, 64, 4, dkdv_alone=False),
     KernelRow("partbwd", 90, 64, 64, MASK + BIASES + DROPPED_ANY_BIAS, 64, 64, 4, dkdv_alone=False),
     KernelRow("partbwd", 90, 128, 128, BOTH + WINDOW + VARLEN + SOFTCAP, 64, 64, 2),

@@ -340,8 +340,35 @@ ODD_CASES: tuple[Case, ...] = tuple(
     for mask in ((), ("causal",))
 )  # fmt: skip
 CASES: tuple[Case, ...] = _EDGES + _HEAD_DIMS + _GQA + _RECTANGLES + _NAMED + _LAYOUTS + _ROWS + _DECODE
-_BY_NAME = {case.name: case for case in CASES + ODD_CASES}
-if len(_BY_NAME) != len(CASES + ODD_CASES):
+
+# Head dims above 256, which only forwards on Hopper have: filled up to 320, 384 or 512, in halves of the columns of O.
+_WIDE_DIMS = ((264, 264), (320, 320), (328, 328), (384, 384), (448, 448), (504, 504), (512, 512), (512, 256),
+              (320, 512), (256, 512), (64, 264), (512, 8))  # fmt: skip
+WIDE_CASES: tuple[Case, ...] = tuple(
+    new_case(f"wide_d{d}v{dv}_{sq}x{sk}" + ("_causal" if mask else ""), (1, 4, 2), (sq, sk), (d, dv), "gqa", *mask)
+    for d, dv in _WIDE_DIMS
+    for (sq, sk), *mask in (((65, 129),), ((129, 70), "causal"))
+) + tuple(
+    new_case(f"wide_d512_{sq}x{sk}" + ("_causal" if mask else ""), (2, 1, 1), (sq, sk), (512, 512), *mask)
+    for sq, sk in ((65, 1), (66, 63), (127, 64), (128, 65), (257, 300))
+    for mask in ((), ("causal",))
+) + tuple(
+    new_case(f"wide_row_d{d}" + ("_causal" if mask else ""), (1, 66, 66), (192, 70), (d, d), *mask)
+    for d in (320, 384, 512)
+    for mask in ((), ("causal",))
+) + tuple(
+    new_case(f"wide_decode_h{hq}x{hkv}_d{d}v{dv}_{sq}x{sk}", (1, hq, hkv), (sq, sk), (d, dv), "gqa", "decode")
+    for (hq, hkv), (sq, sk), (d, dv) in (
+        ((8, 1), (1, 1), (512, 512)), ((64, 1), (1, 65), (512, 512)), ((4, 2), (5, 1000), (264, 320)),
+        ((6, 2), (3, 129), (512, 256)),
+    )
+) + (
+    new_case("wide_slice_d328v384", (2, 3, 3), (70, 100), (328, 384), layout="slice"),
+    new_case("wide_mqa_h64_d512", (1, 64, 1), (65, 70), (512, 512), "gqa"),
+)  # fmt: skip
+_ALL_CASES = CASES + ODD_CASES + WIDE_CASES
+_BY_NAME = {case.name: case for case in _ALL_CASES}
+if len(_BY_NAME) != len(_ALL_CASES):
     raise RuntimeError("cases: two cases have the same name")
 
 

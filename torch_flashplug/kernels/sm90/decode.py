@@ -109,8 +109,10 @@ class DecodeSm90(KernelCall, kind="decode"):
     Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Outputs: o (B, Hq, Sq, Dv), lse (B, Hq, Sq) in
     fp32. Workspace: fp32 partial results of the splits (`WorkspacePartials`), if splits are not reduced in a cluster.
 
-    Warp roles: the first tile_m / 64 warpgroups are consumers. The warp behind them is the producer warp. There is no
-    register split.
+    Warp roles: the first warpgroups are consumers, each with 64 rows. The warp behind them is the producer warp. O of
+    more than 256 columns does not fit in the registers of a warpgroup. Then two consumer warpgroups have the same rows.
+    Both compute the scores, and each has half of the columns of O. The producer is a warpgroup that gives registers
+    away.
 
     Pipelines (producer -> consumer, stages): K and V, producer warp -> all consumer warps, `stages` stages of tile_n
     keys each. Q is loaded by each consumer warpgroup itself with plain loads.
@@ -123,13 +125,15 @@ class DecodeSm90(KernelCall, kind="decode"):
         self.spec, self.features = spec, KernelFeatures.from_spec(spec)
         self.element = self.features.element
         self.tile_m, self.tile_n, self.d, self.dv, self.stages = spec.tile_m, spec.tile_n, spec.d, spec.dv, spec.stages
-        self.warpgroups = spec.warpgroups
+        self.warpgroups, self.column_warpgroups = spec.warpgroups, spec.column_warpgroups
+        self.row_warpgroups = self.warpgroups // self.column_warpgroups
+        self.warpgroup_dv = self.dv // self.column_warpgroups
 
     @property
     def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
         """Shared-memory configurations of Q, loaded with plain loads, and of K and V, loaded by TMA."""
         return (
-            sm90.TmaLoadConfig.create(self.element, ROWS, self.d, self.warpgroups),
+            sm90.TmaLoadConfig.create(self.element, ROWS, self.d, self.row_warpgroups),
             sm90.TmaLoadConfig.create(self.element, self.tile_n, self.d, self.stages),
             sm90.TmaLoadConfig.create(self.element, self.dv, self.tile_n, self.stages, major="columns"),
         )
@@ -162,7 +166,9 @@ class DecodeSm90(KernelCall, kind="decode"):
             "preferred_smem_carveout": 100,
             "use_pdl": True,
         }
-        if call.cluster > 1:
+        if cutlass.const_expr(not self.spec.combines_in_cluster):
+            self.kernel(*arguments, clustered=False).launch(**launch)
+        elif call.cluster > 1:
             self.kernel(*arguments, clustered=True).launch(cluster=(call.cluster, 1, 1), **launch)
         else:
             self.kernel(*arguments, clustered=False).launch(**launch)
@@ -205,7 +211,15 @@ class DecodeSm90(KernelCall, kind="decode"):
         )
         wait_for_previous_kernel()
         work.block_iterator.scan(decode_tile)
-        if warp_idx == 4 * self.warpgroups:
+        if cutlass.const_expr(self.spec.splits_registers):
+            if warp_idx >= 4 * self.warpgroups:
+                cute.arch.setmaxregister_decrease(self.spec.register_split.producer)
+                if warp_idx == 4 * self.warpgroups:
+                    self.load(*operands.with_smem(k=shared.k, v=shared.v), work, addressing)
+            else:
+                cute.arch.setmaxregister_increase(self.spec.register_split.consumer)
+                self.consume(shared, work, gmem, scale, score_pipeline, clustered)
+        elif warp_idx == 4 * self.warpgroups:
             self.load(*operands.with_smem(k=shared.k, v=shared.v), work, addressing)
         else:
             self.consume(shared, work, gmem, scale, score_pipeline, clustered)
@@ -244,34 +258,44 @@ class DecodeSm90(KernelCall, kind="decode"):
         self, shared: DecodeSmem, work: DecodeWork, gmem: DecodeGmem, scale: Float32, score_pipeline: ScorePipeline,
         clustered: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """Run a consumer warpgroup: process 64 packed rows against this split's keys."""
+        """Run a consumer warpgroup: process 64 packed rows against this split's keys, for its columns of O."""
         decode_tile, block_iterator = work.decode_tile, work.block_iterator
         tidx = cute.arch.thread_idx()[0]
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
+        row_wg, part = self.split_warpgroup(wg)
         times_k = sm90.WgmmaProduct.create(lambda: sm90.make_mma(self.element.dtype, self.tile_n, "rows", "rows"))
-        times_v = sm90.WgmmaProduct.create(lambda: sm90.make_mma(self.element.dtype, self.dv, "registers", "columns"))
+        times_v = sm90.WgmmaProduct.create(
+            lambda: sm90.make_mma(self.element.dtype, self.warpgroup_dv, "registers", "columns")
+        )
         qk, pv = times_k.add.get_slice(thread), times_v.add.get_slice(thread)
-        my_Q = qk.make_fragment_A(qk.partition_A(shared.q))[None, None, None, wg]
+        my_Q = qk.make_fragment_A(qk.partition_A(shared.q))[None, None, None, row_wg]
         tSrK = qk.make_fragment_B(qk.partition_B(shared.k))  # (MMA, 1, D/16, stage)
-        tOrV = pv.make_fragment_B(pv.partition_B(shared.v))  # (MMA, 1, tile_n/16, stage)
-        acc_S, acc_O = sm90.zeros(qk, (ROWS, self.tile_n)), sm90.zeros(pv, (ROWS, self.dv))  # (64, tile_n) and (64, Dv)
+        tOrV = pv.make_fragment_B(pv.partition_B(self.columns_of(shared.v, part)))  # (MMA, 1, tile_n/16, stage)
+        acc_S = sm90.zeros(qk, (ROWS, self.tile_n))  # (64, tile_n)
+        acc_O = sm90.zeros(pv, (ROWS, self.warpgroup_dv))  # (64, Dv), or the columns of the warpgroup
         P = fragments.OperandA.create(acc_S, self.element)
         scores = sm90.StageProduct(times_k, my_Q, tSrK, acc_S)
         sums = sm90.StageProduct(times_v, P.fragment, tOrV, acc_O)
         scales = score_pipeline.scales(SoftmaxScale(scale * fragments.LOG2_E, scale))
         softmax = OnlineSoftmax.create(scales.log2, score_pipeline)
         first_head, _ = decode_tile.unpack_row(Int32(0))
-        # The row of the coordinate is the first packed row of the tile.
+        # Score stages add the rows of the warps before. Warps with equal rows must then start from equal sums.
+        first_row_of_cta = decode_tile.first_row
+        if cutlass.const_expr(self.column_warpgroups > 1):
+            first_row_of_cta = decode_tile.first_row - (wg - row_wg) * ROWS
         coord = ScoreCoord(
-            decode_tile.sizes, self.tile_n, decode_tile.first_row, lane % 4 * 2, decode_tile.tile.sequence, first_head
+            decode_tile.sizes, self.tile_n, first_row_of_cta, lane % 4 * 2, decode_tile.tile.sequence, first_head
         )
         tile_stages = score_pipeline.allocate_registers(self.tile_n).set_tile(coord)
-        first_row = decode_tile.first_row + wg * ROWS
+        first_row = decode_tile.first_row + row_wg * ROWS
 
-        self.fetch_queries(gmem.q, shared.q[None, None, wg], decode_tile, first_row)
+        self.fetch_queries(gmem.q, shared.q[None, None, row_wg], decode_tile, first_row)
         cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads shared memory written by plain stores
-        sm90.sync_warpgroup(DecodeBarrier.Q_LOADED, wg)
+        if cutlass.const_expr(self.column_warpgroups > 1):
+            sm90.sync_warpgroups(DecodeBarrier.Q_LOADED, self.warpgroups)
+        else:
+            sm90.sync_warpgroup(DecodeBarrier.Q_LOADED, wg)
         kv_range = work.kv_range()
         self.begin_stages(tile_stages, block_iterator, kv_range, kv_range.begin)
         work.pipeline_k.consumer_wait(0)
@@ -305,14 +329,26 @@ class DecodeSm90(KernelCall, kind="decode"):
         row_stats = SoftmaxRowStats(*softmax.finish_split(sums.values), scales.natural)
         if cutlass.const_expr(clustered):
             sm90.sync_warpgroups(DecodeBarrier.V_READ, self.warpgroups)  # V lay where the results go
-        row = wg * ROWS + thread // sm90.WARP * ROWS_PER_WARP + lane // 4
-        self.store_rows(decode_tile, row, sums.values, row_stats, shared.v, gmem, clustered)
+        row = row_wg * ROWS + thread // sm90.WARP * ROWS_PER_WARP + lane // 4
+        self.store_rows(decode_tile, (row, part), sums.values, row_stats, shared.v, gmem, clustered)
+
+    def split_warpgroup(self, wg: Int32) -> tuple[Int32, Int32 | int]:
+        """Return the number of the 64 rows of a consumer warpgroup, and the number of its part of the columns of O."""
+        if self.column_warpgroups == 1:
+            return wg, 0
+        return wg // self.column_warpgroups, wg % self.column_warpgroups
+
+    def columns_of(self, sVt: cute.Tensor, part: Int32 | int) -> cute.Tensor:
+        """Return a part of the columns of V in shared memory, (Dv of a warpgroup, tile_n, stage)."""
+        if self.column_warpgroups == 1:
+            return sVt
+        return cute.local_tile(sVt, (self.warpgroup_dv, self.tile_n, self.stages), (part, 0, 0))
 
     @cute.jit
     def store_rows(
         self,
         decode_tile: DecodeTile,
-        row: Int32,  # row in the tile: the thread's first row; the second is eight rows below
+        place: tuple[Int32, Int32 | int],  # first row of the thread in the tile (second: eight rows below), part of O
         output: cute.Tensor,
         row_stats: SoftmaxRowStats,
         sVt: cute.Tensor,  # the V stages, no longer in use
@@ -323,29 +359,33 @@ class DecodeSm90(KernelCall, kind="decode"):
 
         The results go to the cluster's shared memory, to O and LSE if keys are not split, or to the partial results.
         """
-        mO, mLSE = gmem.o, gmem.lse
+        mO, mLSE, (row, part) = gmem.o, gmem.lse, place
         partials = WorkspacePartials(
             gmem.partials, mLSE.shape[0] * mLSE.shape[1] * decode_tile.queries, decode_tile.splits, mO.shape[3]
         )  # fmt: skip
-        peers = ClusterPartials.create(sVt, self.tile_m, self.dv, decode_tile.splits)
+        peers = ClusterPartials.create(sVt, self.tile_m, self.dv, decode_tile.splits) if clustered else None
         is_first_lane_of_row = cute.arch.lane_idx() % 4 == 0
+        if cutlass.const_expr(self.column_warpgroups > 1):
+            is_first_lane_of_row = is_first_lane_of_row & (part == 0)
         for r in cutlass.range_constexpr(2):
             if decode_tile.first_row + row + 8 * r < decode_tile.rows:
                 head, query = decode_tile.unpack_row(decode_tile.first_row + row + 8 * r)
                 if cutlass.const_expr(clustered):
-                    self.write_row(peers.output(row + 8 * r), output, r, mO.shape[3], narrow=False)
+                    self.write_row(peers.output(row + 8 * r), output, r, (mO.shape[3], part), narrow=False)
                     if is_first_lane_of_row:
                         maximum_and_sum = cute.make_tensor(peers.weight(row + 8 * r), cute.make_layout(2))
                         maximum_and_sum[0], maximum_and_sum[1] = row_stats.row_max[r], row_stats.row_sum[r]
                 elif decode_tile.splits == 1:
                     self.write_row(
-                        mO[decode_tile.batch, head, query, None].iterator, output, r, mO.shape[3], narrow=True
+                        mO[decode_tile.batch, head, query, None].iterator, output, r, (mO.shape[3], part), narrow=True
                     )
                     if is_first_lane_of_row:
                         mLSE[decode_tile.batch, head, query] = row_stats.lse(r)
                 else:
                     index = (decode_tile.batch * mLSE.shape[1] + head) * decode_tile.queries + query
-                    self.write_row(partials.output(index, decode_tile.split), output, r, mO.shape[3], narrow=False)
+                    self.write_row(
+                        partials.output(index, decode_tile.split), output, r, (mO.shape[3], part), narrow=False
+                    )
                     if is_first_lane_of_row:
                         cute.arch.store(partials.weight(index, decode_tile.split), row_stats.row_max[r])
                         cute.arch.store(partials.weight(index, decode_tile.split) + 1, row_stats.row_sum[r])
@@ -387,23 +427,24 @@ class DecodeSm90(KernelCall, kind="decode"):
 
     @cute.jit
     def fetch_queries(self, mQ: cute.Tensor, sQ: cute.Tensor, decode_tile: DecodeTile, first_row: Int32):
-        """Load the 64 rows of a consumer warpgroup into shared memory, with all loads in flight at once.
+        """Load the 64 rows of the warpgroups with equal rows into shared memory, with all loads in flight at once.
 
         The rows may belong to several heads. Columns beyond the last are zeros. Rows beyond the last repeat the last
         row, and their results are never stored.
         """
-        thread, D = cute.arch.thread_idx()[0] % sm90.WARPGROUP, mQ.shape[3]
+        threads = sm90.WARPGROUP * self.column_warpgroups
+        thread, D = cute.arch.thread_idx()[0] % threads, mQ.shape[3]
         vectors = self.d // VECTOR
-        loads = ROWS * vectors // sm90.WARPGROUP
+        loads = ROWS * vectors // threads
         values = cute.make_rmem_tensor((VECTOR // 2, loads), Int32)  # (pairs of a vector, loads)
         for i in cutlass.range_constexpr(loads):
-            vector_idx = i * sm90.WARPGROUP + thread
+            vector_idx = i * threads + thread
             head, query = decode_tile.unpack_row(cutlass.min(first_row + vector_idx // vectors, decode_tile.last_row))
             column = cutlass.min(vector_idx % vectors * VECTOR, D - VECTOR)
             source = vector_at(mQ[decode_tile.batch, head, query, None].iterator + column, Int32, VECTOR // 2)
             cute.autovec_copy(source, values[None, i])
         for i in cutlass.range_constexpr(loads):
-            vector_idx = i * sm90.WARPGROUP + thread
+            vector_idx = i * threads + thread
             row, chunk = vector_idx // vectors, vector_idx % vectors
             for pair in cutlass.range_constexpr(VECTOR // 2):
                 values[pair, i] = cutlass.select_(chunk * VECTOR < D, values[pair, i], Int32(0))
@@ -413,18 +454,28 @@ class DecodeSm90(KernelCall, kind="decode"):
             cute.autovec_copy(vector, cute.make_tensor(target.iterator, cute.make_layout(VECTOR)))
 
     @cute.jit
-    def write_row(self, start: cute.Pointer, output: cute.Tensor, r: int, Dv: Int32, narrow: cutlass.Constexpr[bool]):
+    def write_row(
+        self,
+        start: cute.Pointer,
+        output: cute.Tensor,
+        r: int,
+        columns: tuple[Int32, Int32 | int],
+        narrow: cutlass.Constexpr[bool],
+    ):
         """Write the thread's columns of a row of results.
 
         Args:
             start: column 0 of the row in O, in the workspace or in shared memory.
             output: the accumulator of the thread (2, dv / 4).
             r: 0 for the first row of the thread, 1 for the row eight below.
-            Dv: number of columns of O. Columns of the tile beyond Dv are skipped.
+            columns: number of columns of O, beyond which columns of the tile are skipped; the warpgroup's part of O.
             narrow: True for 16 bits, False for fp32.
         """
+        Dv, part = columns
         column = cute.arch.lane_idx() % 4 * PAIR
-        for c in cutlass.range_constexpr(0, self.dv // 4, PAIR):
+        if cutlass.const_expr(self.column_warpgroups > 1):
+            column = part * self.warpgroup_dv + column
+        for c in cutlass.range_constexpr(0, self.warpgroup_dv // 4, PAIR):
             column_of_pair = column + fragments.column_of(c)
             if column_of_pair < Dv:
                 if cutlass.const_expr(narrow):
