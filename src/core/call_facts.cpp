@@ -49,6 +49,11 @@ bool has_dtype(AtenTensorHandle tensor, int32_t dtype) {
 
 }  // namespace
 
+void read_settings(CallFacts* p) {
+  p->deterministic = torch_symbols().deterministic();
+  p->without_cudnn = !torch_symbols().cudnn_enabled();
+}
+
 std::optional<Window> window_of(const AttentionArgs& call) {
   if (call.causal == Causal::kBottomRight) return Window{-1, 0, true};
   return call.window;

@@ -169,6 +169,7 @@ struct CallFacts {
   bool grad = false;       // autograd will want a backward
   bool bias_grad = false;  // and in the backward the gradient of a bias
   bool deterministic = false;  // torch.use_deterministic_algorithms
+  bool without_cudnn = false;  // cuDNN is switched off, for example by torch.backends.cuda.enable_cudnn_sdp
   Scale scale = Scale::kPositive;
   double dropout_p = 0.0, softcap = 0.0;
   int64_t left = 0, right = 0, bottom_right = 0;  // of a window; at least one bound is set
@@ -192,8 +193,8 @@ struct CallFacts {
 // compiles only after an entry here. Python and the tests need nothing else.
 template <typename Visit>
 void visit_facts(CallFacts& p, Visit&& visit) {
-  auto& [B, Hq, Hkv, Sq, Sk, D, Dv, dtype, layout, needs, on_cuda, grad, bias_grad, deterministic, scale, dropout_p,
-         softcap, left, right, bottom_right, sequences, batch_invariant, split_size, cost_ratio_192] = p;
+  auto& [B, Hq, Hkv, Sq, Sk, D, Dv, dtype, layout, needs, on_cuda, grad, bias_grad, deterministic, without_cudnn, scale,
+         dropout_p, softcap, left, right, bottom_right, sequences, batch_invariant, split_size, cost_ratio_192] = p;
   visit("B", B), visit("Hq", Hq), visit("Hkv", Hkv), visit("Sq", Sq), visit("Sk", Sk), visit("D", D), visit("Dv", Dv);
   visit("dtype_q", dtype[0]), visit("dtype_k", dtype[1]), visit("dtype_v", dtype[2]);
   const auto of_operand = [&visit](const char* const(&names)[5], Layout& x) {
@@ -205,11 +206,14 @@ void visit_facts(CallFacts& p, Visit&& visit) {
   of_operand({"last_stride_k", "align_k", "unaligned_base_k", "unaligned_unit_dim_k", "broadcast_k"}, layout[1]);
   of_operand({"last_stride_v", "align_v", "unaligned_base_v", "unaligned_unit_dim_v", "broadcast_v"}, layout[2]);
   visit("needs", needs), visit("on_cuda", on_cuda), visit("grad", grad), visit("bias_grad", bias_grad);
-  visit("deterministic", deterministic), visit("scale", scale), visit("dropout_p", dropout_p),
-      visit("softcap", softcap);
+  visit("deterministic", deterministic), visit("without_cudnn", without_cudnn);
+  visit("scale", scale), visit("dropout_p", dropout_p), visit("softcap", softcap);
   visit("left", left), visit("right", right), visit("bottom_right", bottom_right), visit("sequences", sequences);
   visit("batch_invariant", batch_invariant), visit("split_size", split_size), visit("cost_ratio_192", cost_ratio_192);
 }
+
+// Read the current settings of torch that a plan depends on.
+void read_settings(CallFacts* p);
 
 // Read the facts that are numbers of a call.
 inline void read_numbers(const AttentionArgs& call, CallFacts* p) {

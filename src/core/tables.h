@@ -89,17 +89,18 @@ enum OperandClass : int32_t {
 constexpr const char* kOperandClassNames[] = {"square", "mixed", "odd_dims", "unaligned", "strided"};
 
 struct ChoiceRow {
-  const char* description;  // class of calls in words
-  const char* measured;     // date, machine, suite
-  double ratio;             // stock default time / plugin time
-  int64_t features;         // the exact features of the calls
-  int64_t elements;         // bit set of the element types of the measured kernels
+  const char* description;     // class of calls in words
+  const char* measured;        // date, machine, suite
+  double ratio;                // stock default time / plugin time
+  double ratio_without_cudnn;  // stock time with cuDNN switched off / plugin time
+  int64_t features;            // the exact features of the calls
+  int64_t elements;            // bit set of the element types of the measured kernels
   int64_t d_min, d_max, min_sq, max_sq, min_sk, max_sk, min_tiles, min_packed, max_packed;
   int32_t kind, family, grad;
   int32_t operands;      // a sum of `OperandClass`
   int32_t tile_m;        // only calls whose kernel has `tile_m` query rows; 0: any
   int32_t keys_of_tile;  // tiles are counted in blocks of so many keys; 0: the forward's tiles
-  int32_t serve;
+  int32_t serve, serve_without_cudnn;
 };
 
 // Calls on which stock is known to crash, raise or return wrong results. Auto mode serves such calls regardless of
@@ -281,6 +282,7 @@ struct CostModelRow {
   int64_t max_decode_rows;  // maximal Sq * G of a decode call
   int64_t max_packed_rows;  // maximal Sq * G of a call with packed rows, if the decode kernel is faster
   int64_t min_rows_saved;   // minimal saving of tiles of a backward that share query heads, in consecutive query rows
+  int64_t rows_per_sum;     // the time of adding up the results of such a tile, in consecutive query rows
   int64_t max_cluster;      // maximal number of CTAs of a cluster with sums in shared memory
   double packed_wave_ns;    // extra time of a call with packed rows, for every wave of CTAs
   double occupancy;         // share of the SMs to be filled by tiles where keys cannot be split

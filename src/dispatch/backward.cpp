@@ -60,19 +60,34 @@ int find_backward_row(const CallFacts& p, const DeviceFacts& device, const Table
   return faster >= 0 && tables.choices[faster].serve ? split_row : fused_row;
 }
 
+// Return the query rows that the busiest CTA visits in turn, with so many tiles for each block of keys. With a causal
+// mask, the longest tiles run first, so the CTAs share the rows evenly unless a single tile is longer.
+int64_t rows_in_turn(const CallFacts& p, int64_t blocks, int64_t sms, int64_t sharing) {
+  const int64_t heads = p.group() / sharing;
+  if ((p.needs & kCausal) == 0) return ceil_div(blocks * sharing, sms) * heads * p.Sq;
+  const int64_t visible_keys = std::min(p.Sq, p.Sk);  // rows of a block of keys decrease with the keys, from Sq on
+  const int64_t all_rows = blocks * p.group() * (p.Sq - visible_keys / 2) * visible_keys / std::max<int64_t>(p.Sk, 1);
+  return std::max(heads * p.Sq, ceil_div(all_rows, sms));
+}
+
 // Return the number of tiles for each block of keys. If few blocks of keys leave SMs idle, several tiles share the
-// query heads of a KV head. The number is the smallest with the fewest rounds of query heads. The results of the tiles
-// must be added up, so the saved rows must reach `min_rows_saved`.
+// query heads of a KV head. The number is the smallest with the fewest rows in turn. The results of the tiles must be
+// added up, so the saved rows must reach `min_rows_saved`, and with a causal mask `rows_per_sum` for each tile of a
+// CTA.
 int64_t num_tiles_per_kv_block(const CallFacts& p, const KernelRow& row, const DeviceFacts& device,
                                const Tables& tables) {
+  if (row.shares_heads == 0 || (p.needs & kVarlen) != 0 || p.batch_invariant) return 1;
   const int64_t blocks = p.B * p.Hkv * ceil_div(p.Sk, row.tile_n), sms = std::max(device.sm_count, 1);
-  const auto heads_in_turn = [&](int64_t sharing) { return ceil_div(blocks * sharing, sms) * (p.group() / sharing); };
+  const auto sums = [&](int64_t sharing) {
+    if (sharing == 1 || (p.needs & kCausal) == 0) return int64_t{0};
+    return ceil_div(blocks * sharing, sms) * tables.cost_model.rows_per_sum;
+  };
+  const auto cost = [&](int64_t sharing) { return rows_in_turn(p, blocks, sms, sharing) + sums(sharing); };
   int64_t best = 1;
-  if (row.shares_heads == 0 || (p.needs & kVarlen) != 0 || p.batch_invariant) return best;
   for (int64_t sharing = 2; sharing <= p.group(); ++sharing) {
-    if (p.group() % sharing == 0 && heads_in_turn(sharing) < heads_in_turn(best)) best = sharing;
+    if (p.group() % sharing == 0 && cost(sharing) < cost(best)) best = sharing;
   }
-  return (heads_in_turn(1) - heads_in_turn(best)) * p.Sq < tables.cost_model.min_rows_saved ? 1 : best;
+  return cost(1) - cost(best) < tables.cost_model.min_rows_saved ? 1 : best;
 }
 
 BackwardPlan refused(Reason why) { return BackwardPlan{-1, -1, why}; }

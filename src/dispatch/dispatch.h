@@ -155,12 +155,14 @@ struct Range {
 };
 std::array<Range, 6> ranges_of(const ChoiceRow& row, const CallFacts& p, const KernelRow& kernel,
                                int64_t forward_tiles);
+// Return true if a kernel is as fast as stock in the row's class, with torch's setting of cuDNN.
+bool serves(const ChoiceRow& row, const CallFacts& p);
 // For reasons of explain: return the row with the fewest missed ranges among the rows of the call's class that serve,
 // the first of equals; -1 if no row serves.
 int nearest_serving_row(const CallFacts& p, const KernelRow& kernel, int64_t tiles, const Tables& tables);
 int find_split_backward_row(const CallFacts& p, const KernelRow& fused,
                             const Tables& tables);  // row of kind `kSplitBwd`
-Reason slower_reason(const Plan& plan, const Tables& tables);
+Reason slower_reason(const Plan& plan, const CallFacts& p, const Tables& tables);
 // Return the plan of a call by the complete rule, as the choice hook and explain apply it. Measured rows and the decode
 // gate decide between plugin kernels and stock.
 Plan plan_call(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables);

@@ -253,7 +253,8 @@ std::string reason_text(const Reason& reason, const CallFacts& p, const DeviceFa
       return unmeasured_reason(static_cast<int>(reason.actual), reason.allowed, p, device, tables);
     case Why::kSlower:
       return "Such calls were measured at " + format_fixed(static_cast<double>(reason.actual) / 1000) +
-             " x the speed of stock attention, below the serve ratio of the dispatch table. Stock attention is faster.";
+             " x the speed of stock attention" + (reason.allowed != 0 ? " without cuDNN" : "") +
+             ", below the serve ratio of the dispatch table. Stock attention is faster.";
     case Why::kDecodeGate:
       return "Decode gate: the call has " + actual + " tiles, but " + allowed +
              " are needed to fill the SMs, and no kernel splits the keys of this call. Stock attention is faster.";

@@ -204,12 +204,16 @@ std::array<Range, 6> ranges_of(const ChoiceRow& row, const CallFacts& original, 
            {"rows of a tile", kernel.tile_m, tile_m, tile_m}}};
 }
 
+bool serves(const ChoiceRow& row, const CallFacts& p) {
+  return (p.without_cudnn ? row.serve_without_cudnn : row.serve) != 0;
+}
+
 int nearest_serving_row(const CallFacts& p, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
   int nearest = -1;
   int64_t fewest = 0;
   for (size_t i = 0; i < tables.choices.size(); ++i) {
     const ChoiceRow& row = tables.choices[i];
-    if (row.serve == 0 || !matches_class(row, p, kernel.kind, kernel)) continue;
+    if (!serves(row, p) || !matches_class(row, p, kernel.kind, kernel)) continue;
     const int64_t missed = count_missed_ranges(row, p, kernel, tiles);
     if (nearest >= 0 && missed >= fewest) continue;
     nearest = static_cast<int>(i);
@@ -226,10 +230,12 @@ int find_split_backward_row(const CallFacts& p, const KernelRow& fused, const Ta
   return find_first_matching_row(p, kSplitBwd, fused, 0, tables);
 }
 
-Reason slower_reason(const Plan& plan, const Tables& tables) {
+Reason slower_reason(const Plan& plan, const CallFacts& p, const Tables& tables) {
   if (plan.choice_row < 0) return Reason{Why::kNoRow, plan.kernel_row, plan.tiles};
   const ChoiceRow& row = tables.choices[plan.choice_row];
-  return row.serve ? Reason{} : Reason{Why::kSlower, static_cast<int64_t>(row.ratio * 1000 + 0.5)};
+  if (serves(row, p)) return {};
+  const double ratio = p.without_cudnn ? row.ratio_without_cudnn : row.ratio;
+  return Reason{Why::kSlower, static_cast<int64_t>(ratio * 1000 + 0.5), ratio != row.ratio};
 }
 
 }  // namespace flashplug

@@ -87,7 +87,7 @@ Reason unwanted(const CallFacts& p, const CallFacts& original, const DeviceFacts
   if (plan->gate.closed && kernel.kind != kDecode && !one_block)
     return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
   plan->choice_row = find_choice_row(original, kernel, plan->tiles, tables);
-  return slower_reason(*plan, tables);
+  return slower_reason(*plan, original, tables);
 }
 
 // Return the plan of a family for a call, or a plan for stock with the reason against the family.

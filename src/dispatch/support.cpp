@@ -240,7 +240,8 @@ bool may_serve_class(const CallFacts& p, const DeviceFacts& device, Mode mode, c
   };
   if (!any_family(tables, is_measured_and_runs)) return false;
   const bool chosen = std::any_of(tables.choices.begin(), tables.choices.end(), [&p](const ChoiceRow& row) {
-    return row.kind != kSplitBwd && row.serve && (row.grad != 0) == p.as_with_gradients() && row.features == p.needs;
+    return row.kind != kSplitBwd && serves(row, p) && (row.grad != 0) == p.as_with_gradients() &&
+           row.features == p.needs;
   });
   return chosen || find_stock_bug_row(p, facts_of_class(p) | ~kFactsOfClass, tables) >= 0;
 }

@@ -173,10 +173,10 @@ bool attend(const char* where, const ForwardCall& call, const ReadFacts& facts, 
 namespace {
 
 // Facts and mode of a backward call. Any plugin kernel may run. The current thread's mode does not count, because
-// another thread's mode is not the call's. The deterministic setting is the current setting.
+// another thread's mode is not the call's. The settings of torch are the current settings.
 CallFacts backward_facts(const ReadFacts& facts) {
   CallFacts p = facts.call;
-  p.deterministic = torch_symbols().deterministic();
+  read_settings(&p);
   return p;
 }
 Mode by_any(Mode mode) { return Mode::forcing(std::max(mode.family(), 0)); }

@@ -38,6 +38,7 @@ constexpr const char* kFlashEnabled = "_ZNK2at7Context19userEnabledFlashSDPEv";
 constexpr const char* kOverrideableEnabled = "_ZNK2at7Context26userEnabledOverrideableSDPEv";
 constexpr const char* kMathEnabled = "_ZNK2at7Context18userEnabledMathSDPEv";
 constexpr const char* kEfficientEnabled = "_ZNK2at7Context26userEnabledMemEfficientSDPEv";
+constexpr const char* kCudnnEnabled = "_ZNK2at7Context19userEnabledCuDNNSDPEv";
 constexpr const char* kWrap = "_Z16THPVariable_WrapRKN2at10TensorBaseE";
 constexpr const char* kDeterministic = "_ZNK2at7Context23deterministicAlgorithmsEv";
 constexpr const char* kRequiresGrad = "_ZNK3c1010TensorImpl13requires_gradEv";
@@ -58,7 +59,8 @@ using TensorFlag = bool (*)(const void* tensor_impl);
 
 struct PrivateSymbols {
   void* context = nullptr;
-  ContextFlag flash = nullptr, overrideable = nullptr, math = nullptr, efficient = nullptr, deterministic = nullptr;
+  ContextFlag flash = nullptr, overrideable = nullptr, math = nullptr, efficient = nullptr, cudnn = nullptr,
+              deterministic = nullptr;
   TensorFlag requires_grad = nullptr;
   bool (*python_dispatch)(const void* tensor) = nullptr;
   bool (*has_dispatch_mode)(bool skip_infra_modes) = nullptr;
@@ -94,6 +96,7 @@ TorchSymbols look_up_all() {
   hidden.overrideable = reinterpret_cast<ContextFlag>(dlsym(cpu, kOverrideableEnabled));
   hidden.math = reinterpret_cast<ContextFlag>(dlsym(cpu, kMathEnabled));
   hidden.efficient = reinterpret_cast<ContextFlag>(dlsym(cpu, kEfficientEnabled));
+  hidden.cudnn = reinterpret_cast<ContextFlag>(dlsym(cpu, kCudnnEnabled));
   hidden.deterministic = reinterpret_cast<ContextFlag>(dlsym(cpu, kDeterministic));
   hidden.requires_grad = reinterpret_cast<TensorFlag>(dlsym(c10, kRequiresGrad));
   hidden.python_dispatch = reinterpret_cast<bool (*)(const void*)>(dlsym(cpu, kPythonDispatch));
@@ -192,6 +195,7 @@ bool TorchSymbols::flash_enabled() const { return private_symbols().flash(privat
 bool TorchSymbols::overrideable_enabled() const { return private_symbols().overrideable(private_symbols().context); }
 bool TorchSymbols::math_enabled() const { return private_symbols().math(private_symbols().context); }
 bool TorchSymbols::efficient_enabled() const { return private_symbols().efficient(private_symbols().context); }
+bool TorchSymbols::cudnn_enabled() const { return private_symbols().cudnn(private_symbols().context); }
 bool TorchSymbols::deterministic() const { return private_symbols().deterministic(private_symbols().context); }
 
 // at::Tensor is an intrusive_ptr<TensorImpl>; a handle points at the at::Tensor.
@@ -253,6 +257,7 @@ const char* TorchSymbols::first_missing_symbol() const {
                                                  {kOverrideableEnabled, f.overrideable != nullptr},
                                                  {kMathEnabled, f.math != nullptr},
                                                  {kEfficientEnabled, f.efficient != nullptr},
+                                                 {kCudnnEnabled, f.cudnn != nullptr},
                                                  {kDeterministic, f.deterministic != nullptr},
                                                  {kRequiresGrad, f.requires_grad != nullptr},
                                                  {kPythonDispatch, f.python_dispatch != nullptr}};

@@ -22,6 +22,7 @@ struct TorchSymbols {
   bool overrideable_enabled() const;
   bool math_enabled() const;
   bool efficient_enabled() const;
+  bool cudnn_enabled() const;
   bool deterministic() const;
   bool requires_grad(AtenTensorHandle tensor) const;
   bool nested(AtenTensorHandle tensor) const;  // a strided NestedTensor, which has no sizes

@@ -404,6 +404,7 @@ ONE_FACT = {
     **{f"align_{x}": (_LONG, -8) for x in "qkv"},
     **{fact: (_LONG, 1) for fact in ("needs", "scale")},
     "deterministic": (call((4, 16, 16), (4096, 4096), (64, 64), grad=1), 1),
+    "without_cudnn": (call((4, 16, 16), (4096, 4096), (192, 128), grad=1, causal=1), 1),
     "bias_grad": (call((4, 16, 16), (4096, 4096), (64, 64), grad=1, bias32=1), 1),
     **{fact: (_LONG, -1) for fact in ("on_cuda", "grad")},
     **{f"{fact}_{x}": (_ONE_ROW, 1) for fact in ("unaligned_base", "unaligned_unit_dim") for x in "qkv"},

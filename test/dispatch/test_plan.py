@@ -7,6 +7,7 @@ A change of the rule or the table shows as a diff here. After reading the diff, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import expecttest
@@ -86,9 +87,9 @@ train_4k_d128_causal
 train_4k_d192v128_causal
   h100
     stock
-      fwd, causal, D != Dv, gradients, D 129 to 192, Sq >= 2049: 0.934 x stock (2026-11-22 H100,
-        torch 2.11 + cuDNN 9.19, bench --suite grad)
-      fa3: Such calls were measured at 0.934 x the speed of stock attention, below the serve ratio
+      fwd, causal, D != Dv, gradients, D 129 to 192, Sq >= 2049: 0.880 x stock (2026-11-29 H200,
+        torch 2.11 + cuDNN 9.19, bench --suite grad, cells of the row)
+      fa3: Such calls were measured at 0.880 x the speed of stock attention, below the serve ratio
         of the dispatch table. Stock attention is faster.
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 prefill_4k_d128_causal
@@ -395,6 +396,31 @@ def test_every_reason_of_a_refused_call_is_listed() -> None:
     reasons = bindings.plan(call, DEVICES["h100"])["reasons"]["fa3"]
     for part in ("dropout_p must be from 0 to 1, but got 1.5.", "head dim 60", "head dim 264"):
         assert part in reasons
+
+
+@pytest.mark.parametrize("heads, rows, sharing", [
+    ((1, 40, 8), 4250, 1),  # 272 blocks: the longest tile is as long as the share of a CTA
+    ((2, 24, 8), 3001, 1),
+    ((1, 48, 8), 3001, 2),  # 192 blocks: the longest tile alone would take a third longer than the share of a CTA
+    ((4, 12, 2), 1500, 3),
+    ((1, 8, 1), 2048, 8),  # 16 blocks
+    ((1, 64, 8), 4096, 1),
+])  # fmt: skip
+def test_causal_tiles_share_query_heads_only_if_the_longest_tile_runs_alone(
+    heads: tuple[int, int, int], rows: int, sharing: int
+) -> None:
+    facts = call(heads, (rows, rows), (128, 128), causal=1, grad=1)
+    assert bindings.plan(facts, DEVICES["h100"], BACKENDS.index("fa3"))["sharing"] == sharing
+
+
+def test_reason_of_a_slower_class_names_the_setting_of_cudnn() -> None:
+    rows = [dataclasses.replace(row, ratio=0.8, without_cudnn=0.9) for row in CHOICES]
+    push_tables(KERNELS, tuple(rows))
+    facts = call((16, 16, 16), (512, 512), (64, 64))
+    settings = (0, "0.800 x the speed of stock attention,"), (1, "0.900 x the speed of stock attention without cuDNN,")
+    for without_cudnn, words in settings:
+        plan = bindings.plan(facts | {"without_cudnn": without_cudnn}, DEVICES["h100"])
+        assert plan["backend"] == "stock" and words in plan["reasons"]["fa3"], plan["reasons"]
 
 
 @pytest.mark.parametrize("heads, Sq, Sk, sharing", [

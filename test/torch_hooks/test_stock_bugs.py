@@ -315,6 +315,27 @@ def test_op_keeps_the_plan_of_the_choice_hook(device_backend: DeviceBackend) -> 
         assert took.get("ours_fwd", 0) == grad and took.get("routed_ours", 0) == grad, took
 
 
+@pytest.mark.parametrize("ratio", [0.5, 2.0])
+def test_rows_without_cudnn_follow_the_setting_of_torch(device_backend: DeviceBackend, ratio: float) -> None:
+    """Measure a class at 1 / ratio of stock, and at `ratio` of stock without cuDNN.
+
+    The hook must choose the owner of a call by torch's setting of cuDNN, also if the call repeats.
+    """
+    sizes = "vectors", 90, False, "full", 1, 256, 0, ANY, 0, ANY, 0
+    row = ChoiceRow("fwd", *sizes, ratio=1 / ratio, measured="test row", without_cudnn=ratio)
+    bindings.push_rows(kernel_table.KERNEL_ROWS, [row], OPEN_GATE)
+    q, k, v = device_backend.qkv()
+    try:
+        for cudnn in (True, False, True):
+            torch.backends.cuda.enable_cudnn_sdp(cudnn)
+            ours = (1 / ratio if cudnn else ratio) > 1
+            device_backend.pop_path_counts()
+            sdpa(q, k, v)
+            assert device_backend.pop_path_counts().get("ours_fwd", 0) == ours
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
 # ---- the math backward uses the output and LSE of the forward ----
 
 

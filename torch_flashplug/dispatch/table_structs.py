@@ -70,9 +70,9 @@ class KernelRow(ctypes.Structure):
 class ChoiceRow(ctypes.Structure):
     _fields_ = (
         *_members(c_char_p, "description measured"),
-        *_members(c_double, "ratio"),
+        *_members(c_double, "ratio ratio_without_cudnn"),
         *_members(c_int64, "features elements d_min d_max min_sq max_sq min_sk max_sk min_tiles min_packed max_packed"),
-        *_members(c_int32, "kind family grad operands tile_m keys_of_tile serve"),
+        *_members(c_int32, "kind family grad operands tile_m keys_of_tile serve serve_without_cudnn"),
     )
 
 
@@ -97,7 +97,7 @@ class ArgumentRow(ctypes.Structure):
 
 class CostModelRow(ctypes.Structure):
     _fields_ = (
-        *_members(c_int64, "max_decode_rows max_packed_rows min_rows_saved max_cluster"),
+        *_members(c_int64, "max_decode_rows max_packed_rows min_rows_saved rows_per_sum max_cluster"),
         *_members(c_double, "packed_wave_ns occupancy cluster_ns cluster_rate combine_ns combine_rate read_efficiency"),
         *_members(c_double, "min_gain_of_sharing_ns unknown_rate"),
         ("cluster_share", c_double * (MAX_CLUSTER_SIZE + 1)),

@@ -44,6 +44,9 @@ class CostModel:
     # in a backward. The results of such tiles must be added up. Estimated: steps of 64 rows take 1.2 to 2.2 us, two
     # sums take 6 us.
     min_rows_saved: int = 512
+    # Query rows in the time of adding up the results of such a tile. Estimated: 128 keys of D 128 are 260 KB, written
+    # and read back in 10 us.
+    rows_per_sum: int = 384
     # ns that CTAs must save by sharing SMs. More splits wait longer if most keys are masked out.
     min_gain_of_sharing_ns: float = 1700
     max_cluster: int = MAX_CLUSTER_SIZE  # largest number of CTAs of a cluster
@@ -85,6 +88,9 @@ class ChoiceRow:
     min_tiles: int
     ratio: float  # stock default time / kernel time, the lowest measured in the class
     measured: str  # date, machine, suite
+    # The same with cuDNN switched off, as some serving programs do; 0: not measured, so `ratio` counts. Programs switch
+    # cuDNN off with torch.backends.cuda.enable_cudnn_sdp(False).
+    without_cudnn: float = 0.0
     tile_m: int = 0  # only calls with a kernel of so many query rows in a tile; 0: any
     min_packed: int = 1  # only calls with at least so many query rows for a KV head, Sq * (Hq / Hkv)
     max_packed: int = ANY
@@ -93,6 +99,14 @@ class ChoiceRow:
     @property
     def serve(self) -> bool:
         return self.ratio >= SERVE_RATIO
+
+    @property
+    def ratio_without_cudnn(self) -> float:
+        return self.without_cudnn or self.ratio
+
+    @property
+    def serve_without_cudnn(self) -> bool:
+        return self.ratio_without_cudnn >= SERVE_RATIO
 
     @property
     def description(self) -> str:
@@ -169,6 +183,8 @@ _GROUPED = "2026-11-23 H200, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _FEW = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _FORWARD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite forward"
 _PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (docs/experiments/backward.md)"
+_PARTS_OF_96 = "2026-11-29 H200, bursts, B*S 16384, D 72, 80, 96, 20 heads on 20 and 5 (docs/experiments/backward.md)"
+_TODAY = "2026-11-29 H200, torch 2.11 + cuDNN 9.19, bench --suite grad, cells of the row"
 _ODD = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd"
 _DECODE = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode"
 _GROWING = "2026-11-27 H100, torch 2.11 + cuDNN 9.19, one more key per call: stock plans anew, 36 to 75 ms of host time"
@@ -188,14 +204,15 @@ _MIN_SQ = 16
 CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     #         kind  operands arch grad  mask d_min d_max min_sq max_sq min_sk max_sk min_tiles
     ChoiceRow("fwd", "vectors", 90, False, "full", 1, 64, _MIN_SQ, 256, 1025, ANY, 264, 0.967, _NO_GRAD, tile_m=128),
-    ChoiceRow("fwd", "vectors", 90, False, "full", 1, 64, 193, 256, 193, 256, 264, 0.852, _SHORT),
+    ChoiceRow("fwd", "vectors", 90, False, "full", 1, 64, 193, 256, 193, 256, 264, 0.852, _SHORT, 0.970),
     ChoiceRow("fwd", "vectors", 90, False, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _NO_GRAD),
-    ChoiceRow("fwd", "vectors", 90, False, "causal", 1, 64, _MIN_SQ, 512, 1, 512, 1024, 0.958, _FORWARD, tile_m=128),
+    ChoiceRow("fwd", "vectors", 90, False, "causal", 1, 64, _MIN_SQ, 512, 1, 512, 1024, 0.958, _FORWARD, 1.879, 128),
     ChoiceRow("fwd", "vectors", 90, False, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.049, _NO_GRAD),
     ChoiceRow("fwd", "vectors", 90, False, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 1.000, _NO_GRAD),
     ChoiceRow("fwd", "vectors", 90, False, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 1.030, _NO_GRAD),
     ChoiceRow("fwd", "vectors", 90, False, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.007, _NO_GRAD),
-    ChoiceRow("fwd", "vectors", 90, False, "causal", 193, 256, 257, 512, 257, 512, 528, 0.965, _FORWARD),  # by memory
+    # By memory.
+    ChoiceRow("fwd", "vectors", 90, False, "causal", 193, 256, 257, 512, 257, 512, 528, 0.965, _FORWARD, 1.754),
     ChoiceRow("fwd", "vectors", 90, False, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 0.989, _NO_GRAD),
     # Decode: 469 cells with groups of 1, 4, 16, 32 and 64 query heads, and 98 cells with more than 64 packed rows. The
     # ratios hold for K and V from memory, as between the layers of a model. Kernels for larger head dims pad with
@@ -302,8 +319,10 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "unaligned", 80, True, "causal", 65, 128, 1, 256, 1, 256, 0, 1.25, _ODD),
     # Split backward instead of the fused backward; the ratio is fused time / split time. With few steps, the workspace
     # of the fused kernel does not pay off.
-    ChoiceRow("partbwd", "vectors", 90, True, "full", 65, 128, 1, 256, 1, 256, 0, 1.075, _PARTS),
-    ChoiceRow("partbwd", "vectors", 90, True, "causal", 65, 128, 1, 512, 1, 512, 0, 1.093, _PARTS),
+    ChoiceRow("partbwd", "vectors", 90, True, "full", 65, 96, 1, 128, 1, 128, 0, 1.082, _PARTS_OF_96),
+    ChoiceRow("partbwd", "vectors", 90, True, "causal", 65, 96, 1, 256, 1, 256, 0, 0.973, _PARTS_OF_96),
+    ChoiceRow("partbwd", "vectors", 90, True, "full", 97, 128, 1, 256, 1, 256, 0, 1.075, _PARTS),
+    ChoiceRow("partbwd", "vectors", 90, True, "causal", 97, 128, 1, 512, 1, 512, 0, 1.093, _PARTS),
     ChoiceRow("partbwd", "vectors", 90, True, "causal", 1, 64, 1, 256, 1, 256, 0, 1.062, _PARTS),
     # The limits are numbers of keys visible to a query, and mean lengths of sequences. For sequences of text with a
     # mean length of 512, D 128 has a ratio of 0.86.
@@ -318,14 +337,14 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     #
     # Short queries, with a decode kernel as the forward: 64 rows with 64 keys (12 cells) and with 384 keys (12 cells).
     ChoiceRow("decode", "square", 90, True, "full", 1, 256, 33, 64, 1, 384, 0, 1.117, _FEW),
-    ChoiceRow("fwd", "square", 90, True, "full", 1, 128, _MIN_SQ, 256, 1025, ANY, 0, 0.890, _GRAD),
+    ChoiceRow("fwd", "square", 90, True, "full", 1, 128, _MIN_SQ, 256, 1025, ANY, 0, 1.059, _TODAY, 1.172),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 64, 1.042, _GRAD),
-    ChoiceRow("fwd", "square", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 0, 0.436, _GRAD),
+    ChoiceRow("fwd", "square", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 0, 0.885, _TODAY, 0.877),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.047, _GRAD),
     # Four query heads or more for a KV head, and few tiles of keys. On an H100, the cells waited for the host code of
     # stock: 1.47.
     ChoiceRow("fwd", "square", 90, True, "full", 121, 128, 513, 2048, 513, 2048, 65, 1.136, _GROUPED, min_packed=4096),
-    ChoiceRow("fwd", "square", 90, True, "full", 121, 128, 513, 2048, 513, 2048, 0, 0.810, _GROUPED, min_packed=4096),
+    ChoiceRow("fwd", "square", 90, True, "full", 121, 128, 513, 2048, 513, 2048, 0, 0.987, _TODAY, 1.046, 0, 4096),
     ChoiceRow("fwd", "square", 90, True, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 1.032, _GRAD),
     ChoiceRow("fwd", "square", 90, True, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.066, _GRAD),
     # Grouped heads: a KV head has more query rows than two query heads have.
@@ -333,9 +352,9 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "square", 90, True, "causal", 97, 120, 2049, 4096, 1, ANY, 0, 0.781, _REGROUPED, min_packed=8193),
     ChoiceRow("fwd", "square", 90, True, "causal", 97, 120, 4097, 8192, 1, ANY, 0, 0.825, _REGROUPED, min_packed=16385),
     ChoiceRow("fwd", "square", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _WIDE),
-    ChoiceRow("fwd", "square", 90, True, "full", 129, 256, _MIN_SQ, 256, 1025, ANY, 0, 0.713, _WIDE),
+    ChoiceRow("fwd", "square", 90, True, "full", 129, 256, _MIN_SQ, 256, 1025, ANY, 0, 1.052, _TODAY, 1.181),
     ChoiceRow("fwd", "square", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 64, 1.706, _WIDE),
-    ChoiceRow("fwd", "square", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 0, 0.951, _WIDE),
+    ChoiceRow("fwd", "square", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 0, 1.637, _TODAY, 1.783),
     ChoiceRow("fwd", "square", 90, True, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.089, _WIDE),
     ChoiceRow("fwd", "square", 90, True, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.123, _WIDE),
     # Bool masks (410 cells with more rows than a decode, 216 decode cells). If the ratio is below 1, stock still
@@ -392,12 +411,12 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "square", 90, True, "mask+dropout", 1, 128, 128, ANY, 128, ANY, 0, 1.259, _DROPOUT),
     ChoiceRow("fwd", "square", 90, True, "bias+dropout", 1, 128, 128, ANY, 128, ANY, 0, 1.100, _DROPOUT),
     # D != Dv with the split backward: (128, 64), (64, 128), (192, 128), with Sq = Sk.
-    ChoiceRow("fwd", "mixed", 90, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 0.940, _WIDE),
+    ChoiceRow("fwd", "mixed", 90, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 0.931, _TODAY, 0.989),
     ChoiceRow("fwd", "mixed", 90, True, "full", 65, 128, 257, ANY, 1025, ANY, 0, 1.073, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.988, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "full", 129, 192, 256, ANY, 256, ANY, 0, 1.176, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "causal", 129, 192, _MIN_SQ, 2048, 1, ANY, 0, 1.111, _WIDE),
-    ChoiceRow("fwd", "mixed", 90, True, "causal", 129, 192, 2049, ANY, 1, ANY, 0, 0.934, _WIDE),
+    ChoiceRow("fwd", "mixed", 90, True, "causal", 129, 192, 2049, ANY, 1, ANY, 0, 0.880, _TODAY, 6.174),
     # Lower-right masks of torch.nn.attention.bias, which stock serves by efficient attention
     # (src/hooks/efficient_attention_op.cpp). Up to 16 heads, 1024 rows and 2048 keys, the kernels wait for the host:
     # forwards have ratios of 0.57 to 0.74.

@@ -328,6 +328,7 @@ def describe(
         "grad": grad,
         "bias_grad": attn_mask is not None and wants_grad(attn_mask),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "without_cudnn": not torch.backends.cuda.cudnn_sdp_enabled(),
     }
     for letter, tensor in zip("qkv", operands):
         problem[f"dtype_{letter}"] = _DTYPE_IDS.get(tensor.dtype, _OTHER_DTYPE)

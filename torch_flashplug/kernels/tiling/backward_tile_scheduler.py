@@ -20,8 +20,8 @@ from ..primitives.tile_scheduler import TileScheduler, balanced_group_size
 from .block_iterator import BoundBlocks, QueryBlockRange
 
 STEPS_BEHIND = 3  # steps by which a KV block follows the previous block
-# Tiles of an L2 group, if tiles visit the query heads of a group together: about one tile per CTA. With more tiles,
-# rows of D 64 leave L2. With fewer tiles, the last tile of the L2 group runs alone.
+# Smallest number of tiles of an L2 group, if tiles visit the query heads of a group together: about one tile per CTA.
+# With more tiles, rows of D 64 leave L2. With fewer tiles, the last tile of the L2 group runs alone.
 TILES_PER_L2_GROUP = 128
 
 
@@ -77,10 +77,25 @@ def kv_heads_per_l2_group(
         fitting_heads = TileScheduler.heads_per_l2_group(head_bytes, num_n_blocks, 1, kv_heads)
         if not visits_group_together:
             return fitting_heads
-        heads = balanced_group_size(kv_heads, cutlass.max(TILES_PER_L2_GROUP // num_n_blocks, 1))
+        heads = _heads_of_equal_l2_groups(kv_heads, cute.ceil_div(Int32(TILES_PER_L2_GROUP), num_n_blocks))
         return cutlass.select_(group > 1, heads, fitting_heads)
     if num_ctas is not None:
         # Enough heads to start all CTAs, successively, in the time of a tile.
         steps = cute.ceil_div(Sq, blocks.tile_m) * group
         return cutlass.min(cute.ceil_div(num_ctas * STEPS_BEHIND, steps), kv_heads)
     return Int32(1)
+
+
+@cute.jit
+def _heads_of_equal_l2_groups(kv_heads: Int32, fewest: Int32) -> Int32:
+    """Return the smallest number of KV heads that splits all heads into equal L2 groups of at least `fewest` heads.
+
+    A smaller last L2 group would leave its longest tiles running alone. If equal L2 groups would need more than twice
+    as many heads, the sizes of L2 groups are almost equal, near that limit.
+    """
+    most = 2 * fewest
+    heads = balanced_group_size(kv_heads, most)
+    for i in cutlass.range(fewest + 1):
+        if kv_heads % (most - i) == 0:
+            heads = most - i
+    return heads
