@@ -185,6 +185,7 @@ _FORWARD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite forward"
 _PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (docs/experiments/backward.md)"
 _PARTS_OF_96 = "2026-11-29 H200, bursts, B*S 16384, D 72, 80, 96, 20 heads on 20 and 5 (docs/experiments/backward.md)"
 _TODAY = "2026-11-29 H200, torch 2.11 + cuDNN 9.19, bench --suite grad, cells of the row"
+_LARGE = "2026-11-29 H200, torch 2.11 + cuDNN 9.19 (docs/experiments/forward.md)"
 _ODD = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd"
 _DECODE = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode"
 _GROWING = "2026-11-27 H100, torch 2.11 + cuDNN 9.19, one more key per call: stock plans anew, 36 to 75 ms of host time"
@@ -214,6 +215,10 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     # By memory.
     ChoiceRow("fwd", "vectors", 90, False, "causal", 193, 256, 257, 512, 257, 512, 528, 0.965, _FORWARD, 1.754),
     ChoiceRow("fwd", "vectors", 90, False, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 0.989, _NO_GRAD),
+    # Head dims above 256: 31 forward cells and 6 decode cells. Stock runs efficient attention; for grouped heads, math.
+    ChoiceRow("fwd", "square", 90, False, "full", 257, 512, _MIN_SQ, ANY, 1, ANY, 0, 1.68, _LARGE),
+    ChoiceRow("fwd", "square", 90, False, "causal", 257, 512, _MIN_SQ, ANY, 1, ANY, 0, 1.67, _LARGE),
+    ChoiceRow("decode", "square", 90, False, "full", 257, 512, 1, ANY, 1, ANY, 0, 1.61, _LARGE),
     # Decode: 469 cells with groups of 1, 4, 16, 32 and 64 query heads, and 98 cells with more than 64 packed rows. The
     # ratios hold for K and V from memory, as between the layers of a model. Kernels for larger head dims pad with
     # zeros. For few keys, the padding does not dominate the time.

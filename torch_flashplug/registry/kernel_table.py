@@ -206,13 +206,15 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 192, 192, VARLEN, 64, 96, 2, 1300),
     KernelRow("fwd", 90, 256, 256, WINDOW + VARLEN + SOFTCAP, 128, 80, 2, 1900),
     KernelRow("fwd", 90, 256, 256, VARLEN, 64, 80, 2, 1330),
-    # Head dims above 256: a tile has half of the columns of O (`column_tiles`). The costs are computed, not measured.
-    KernelRow("fwd", 90, 320, 320, BOTH + WINDOW + VARLEN, 128, 64, 2, 1400),
-    KernelRow("fwd", 90, 320, 320, BOTH, 64, 96, 2, 1200),
-    KernelRow("fwd", 90, 384, 384, BOTH + WINDOW + VARLEN, 128, 48, 2, 1300),
-    KernelRow("fwd", 90, 384, 384, BOTH, 64, 64, 2, 1000),
-    KernelRow("fwd", 90, 512, 512, BOTH + WINDOW + VARLEN + SOFTCAP + MASK, 128, 64, 1, 2400),
-    KernelRow("fwd", 90, 512, 512, BOTH + WINDOW, 64, 48, 2, 1000),
+    # Head dims above 256: a tile has half of the columns of O (`column_tiles`). The costs are from 32 heads, S 8192, on
+    # an H200 (docs/experiments/forward.md).
+    KernelRow("fwd", 90, 320, 320, BOTH + WINDOW + VARLEN, 128, 64, 2, 1330),
+    KernelRow("fwd", 90, 320, 320, BOTH, 64, 96, 2, 1250),
+    KernelRow("fwd", 90, 384, 384, BOTH + WINDOW + VARLEN, 128, 48, 2, 1260),
+    KernelRow("fwd", 90, 384, 384, BOTH, 64, 64, 2, 1020),
+    KernelRow("fwd", 90, 512, 512, BOTH + WINDOW + VARLEN + SOFTCAP, 128, 32, 2, 1290),
+    KernelRow("fwd", 90, 512, 512, MASK, 128, 64, 1, 2930),
+    KernelRow("fwd", 90, 512, 512, BOTH + WINDOW, 64, 48, 2, 1040),
     # 8-bit precision: the fastest of two or three tiles each (docs/experiments/eight_bit.md).
     KernelRow("fwd", 90, 64, 64, QK8, 192, 128, 2),
     KernelRow("fwd", 90, 96, 96, QK8, 128, 128, 2),
