@@ -281,6 +281,8 @@ struct CostModelRow {
   int64_t max_packed_rows;  // maximal Sq * G of a call with packed rows, if the decode kernel is faster
   int64_t min_rows_saved;   // minimal saving of tiles of a backward that share query heads, in consecutive query rows
   int64_t max_cluster;      // maximal number of CTAs of a cluster with sums in shared memory
+  int64_t min_equal_rows;   // minimal mean length of packed sequences for a dense kernel that needs equal lengths
+  int64_t min_equal_tiles;  // minimal number of tiles of such a call
   double packed_wave_ns;    // extra time of a call with packed rows, for every wave of CTAs
   double occupancy;         // share of the SMs to be filled by tiles where keys cannot be split
   double cluster_ns;        // waiting time inside a cluster
