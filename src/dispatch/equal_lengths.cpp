@@ -2,7 +2,6 @@
 // kernels of packed sequences. Lengths are in device memory, so the host knows only the mean length. A dense kernel is
 // launched ahead of the kernel of packed sequences where all lengths can be equal. Exactly one of both kernels has work
 // (kernels/tiling/equal_lengths.py).
-#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -30,14 +29,16 @@ std::optional<CallFacts> equal_lengths_facts(const CallFacts& p) {
 
 int find_equal_lengths_row(const CallFacts& dense, const KernelRow& packed, const DeviceFacts& device,
                            const Tables& tables) {
-  if (dense.Sq < tables.cost_model.min_equal_rows) return -1;
-  const int row_index = packed.kind == kFwd ? find_kernel_row(dense, kFwd, packed.family, device, tables)
-                                            : find_backward_row(dense, device, tables, packed.family, kNeedsAll);
+  const CostModelRow& least = tables.cost_model;
+  if (dense.Sq < least.min_equal_rows) return -1;
+  const int forward = find_kernel_row(dense, kFwd, packed.family, device, tables);
+  if (forward < 0 || estimate(dense, tables.kernels[forward], device, tables) < least.min_equal_ns) return -1;
+  const int row_index =
+      packed.kind == kFwd ? forward : find_backward_row(dense, device, tables, packed.family, kNeedsAll);
   if (row_index < 0) return -1;
   const KernelRow& row = tables.kernels[row_index];
-  if (row.d_max > packed.d_max || row.dv_max > packed.dv_max) return -1;  // more padding than the other kernel
-  const int64_t tiles = dense.B * dense.Hq * ceil_div(dense.Sq, row.tile_m);
-  return tiles < tables.cost_model.min_equal_tiles ? -1 : row_index;
+  const bool pads_more = row.d_max > packed.d_max || row.dv_max > packed.dv_max;
+  return pads_more ? -1 : row_index;
 }
 
 }  // namespace flashplug

@@ -22,6 +22,7 @@ std::optional<DenseKernel> find_equal_lengths_kernel(const ForwardCall& call, co
   if (row < 0) return {};
   Kernel* kernel = find_kernel(row, device_index, (circumstances & ~kMustWait) | kIsOptional);
   if (kernel == nullptr) return {};
+  count(Path::kDenseAhead);
   return DenseKernel{kernel, &tables().kernels[row], *dense};
 }
 
