@@ -33,8 +33,10 @@ int find_equal_lengths_row(const CallFacts& dense, const KernelRow& packed, cons
   if (dense.Sq < least.min_equal_rows) return -1;
   const int forward = find_kernel_row(dense, kFwd, packed.family, device, tables);
   if (forward < 0 || estimate(dense, tables.kernels[forward], device, tables) < least.min_equal_ns) return -1;
+  CallFacts with_gradients = dense;
+  with_gradients.grad = true;
   const int row_index =
-      packed.kind == kFwd ? forward : find_backward_row(dense, device, tables, packed.family, kNeedsAll);
+      packed.kind == kFwd ? forward : find_backward_row(with_gradients, device, tables, packed.family, kNeedsAll);
   if (row_index < 0) return -1;
   const KernelRow& row = tables.kernels[row_index];
   const bool pads_more = row.d_max > packed.d_max || row.dv_max > packed.dv_max;

@@ -1,7 +1,7 @@
-"""Packed sequences of equal lengths as a kernel feature: a dense kernel, which does nothing if lengths differ.
+"""Packed sequences of equal lengths as a kernel feature: a dense kernel without work if lengths differ.
 
 The tensors are views (B, heads, S, columns) of packed rows. The kernel of packed sequences (varlen.py) is launched
-behind, and does nothing if all lengths are equal.
+behind, and has no work if all lengths are equal.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class VarlenInputs:
     seqused_k: cute.Tensor
     rows: Int32  # rows of all sequences together
     keys: Int32
-    # 1: the lengths are compared. Equal lengths then need no lists, except in a plan: a dense kernel ran ahead, which
-    # has computed calls with equal lengths.
+    # 1: the lengths are compared. Equal lengths then need no lists, except in a plan, because a dense kernel ran ahead
+    # and has computed calls with equal lengths.
     compares_lengths: Int32
     is_plan: Int32  # 1: no kernel follows, because the lists are those of a plan
 

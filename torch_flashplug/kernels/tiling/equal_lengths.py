@@ -1,11 +1,11 @@
 """Tile addressing of launches that have work only for some lengths of packed sequences.
 
-Packed sequences of equal lengths are a dense batch. The host knows the number of rows and of sequences, and therefore
-the only length that all sequences can share. The lengths themselves are in device memory, so two kernels are launched:
-a dense kernel that has work only if all lengths are equal, and the kernel of packed sequences, which then has none.
+Packed sequences of equal lengths are a dense batch. The host knows the numbers of rows and of sequences, and therefore
+the only possible common length. Lengths are in device memory, so two kernels are launched: a dense kernel with work
+only for equal lengths, and the kernel of packed sequences with work only for different lengths.
 
-The launches of a call overlap (programmatic dependent launch), so that a launch without work costs little. Each kernel
-waits for the previous one with `wait_for_previous_launch`, and lets the next one start in `has_work`.
+The launches of a call overlap (programmatic dependent launch), and a launch without work costs little. Each kernel
+waits for the previous launch with `wait_for_previous_launch`, and lets the next launch start in `has_work`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def wait_for_previous_launch() -> None:
 
 @cute.jit
 def has_equal_lengths(cu_seqlens: cute.Tensor, length: Int32) -> Boolean:
-    """Return True if each sequence has `length` rows or keys, without others before the first sequence.
+    """Return True if each sequence has `length` rows or keys, and the first sequence starts at 0.
 
     A whole warp calls the function, and all lanes get the same result.
     """
@@ -54,7 +54,7 @@ class ConditionalAddressing(TileAddressing):
         raise NotImplementedError
 
     def has_work(self) -> Boolean:
-        """Return `lengths_have_work()`, and let the next launch start, which waits for the end of this launch."""
+        """Return `lengths_have_work()`, and let the next launch start and wait for the end of the current launch."""
         if overlaps_launches():
             cute.arch.griddepcontrol_launch_dependents()
         return self.lengths_have_work()
@@ -62,7 +62,7 @@ class ConditionalAddressing(TileAddressing):
     def blocks_with_work(self, count: Int32) -> Int32:
         """Return the number of blocks of a head: `count`, or 0 without work.
 
-        The result is uniform for the compiler, too. Otherwise ptxas would serialize every product.
+        The result is uniform for the compiler, too. ptxas would serialize every product otherwise.
         """
         return cute.arch.make_warp_uniform(cutlass.select_(self.has_work(), count, 0))
 
