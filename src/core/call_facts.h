@@ -138,6 +138,8 @@ inline constexpr FeatureReader kFeatureReaders[] = {
     {"dropout", [](const AttentionArgs& call) { return call.dropout_p != 0.0; }},
     {"cache8", [](const AttentionArgs& call) { return is_defined(call.k_scale); }},
     {"paged", [](const AttentionArgs& call) { return is_defined(call.block_table); }},
+    // No argument shows the feature: packed sequences ask for it themselves (`equal_lengths_facts()`).
+    {"equal", [](const AttentionArgs&) { return false; }},
 };
 constexpr int kNumFeatureReaders = std::size(kFeatureReaders);
 int64_t required_features(const AttentionArgs& call);  // a sum of feature bits
@@ -148,7 +150,7 @@ consteval int64_t feature_bit(std::string_view name) {
   return int64_t{1} << index;
 }
 constexpr int64_t kCausal = feature_bit("causal"), kMask = feature_bit("mask"), kDropout = feature_bit("dropout"),
-                  kWindow = feature_bit("window"), kVarlen = feature_bit("ragged");
+                  kWindow = feature_bit("window"), kVarlen = feature_bit("ragged"), kEqual = feature_bit("equal");
 constexpr int64_t kBiases = feature_bit("bias") | feature_bit("bias32"), kAnyMask = kMask | kBiases;
 // Sign of the softmax scale. Kernels compute the running maximum of unscaled scores, and therefore take positive scales
 // only. The sign of a different finite scale moves to the query (`SignedScale` in operands.h).

@@ -34,6 +34,8 @@ int find_tile_row(const CallFacts& p, const DeviceFacts& device, const Tables& t
   return p.Sq <= row.tile_m && p.Sk <= row.tile_n ? row_index : -1;
 }
 
+}  // namespace
+
 // Return the kernel row of the backward, or -1. The split backward is chosen in these cases:
 // - no other kernel takes the call;
 // - the workspace of the fused kernel would have more than 2^31 - 1 floats, because kernels count floats in 32 bits;
@@ -59,6 +61,8 @@ int find_backward_row(const CallFacts& p, const DeviceFacts& device, const Table
   const int faster = find_split_backward_row(p, tables.kernels[fused_row], tables);
   return faster >= 0 && tables.choices[faster].serve ? split_row : fused_row;
 }
+
+namespace {
 
 // Return the query rows that the busiest CTA visits in turn, with so many tiles for each block of keys. With a causal
 // mask, the longest tiles run first, so the CTAs share the rows evenly unless a single tile is longer.

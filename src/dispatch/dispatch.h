@@ -2,7 +2,8 @@
 //
 // - the types of a plan, and pure functions of (CallFacts, DeviceFacts, Mode, Tables) that make a plan (this header):
 //   plan.cpp (the order of questions), support.cpp (can kernels run the call?), kernel_selection.cpp,
-//   split_heuristic.cpp, backward.cpp, plan_cache.cpp (recent plans);
+//   split_heuristic.cpp, backward.cpp, equal_lengths.cpp (packed sequences as a dense batch), plan_cache.cpp (recent
+//   plans);
 // - texts of plans and reasons for people (this header, explain.cpp);
 // - varlen_decision.h: the rule for torch's varlen_attn.
 #pragma once
@@ -11,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
+#include <optional>
 #include <string>
 
 #include "core/core.h"
@@ -162,6 +164,13 @@ bool serves(const ChoiceRow& row, const CallFacts& p);
 int nearest_serving_row(const CallFacts& p, const KernelRow& kernel, int64_t tiles, const Tables& tables);
 int find_split_backward_row(const CallFacts& p, const KernelRow& fused,
                             const Tables& tables);  // row of kind `kSplitBwd`
+// Packed sequences of equal lengths (equal_lengths.cpp). `equal_lengths_facts()` returns the facts of the dense batch
+// that the sequences are if all lengths are equal, or nothing if lengths must differ or no dense kernel has the
+// features. `find_equal_lengths_row()` returns the row of the dense kernel to be launched ahead of the kernel `packed`,
+// or -1.
+std::optional<CallFacts> equal_lengths_facts(const CallFacts& p);
+int find_equal_lengths_row(const CallFacts& dense, const KernelRow& packed, const DeviceFacts& device,
+                           const Tables& tables);
 Reason slower_reason(const Plan& plan, const CallFacts& p, const Tables& tables);
 // Return the plan of a call by the complete rule, as the choice hook and explain apply it. Measured rows and the decode
 // gate decide between plugin kernels and stock.
@@ -188,6 +197,9 @@ struct BackwardPlan {
 constexpr int64_t kNeedsDq = 1, kNeedsDkDv = 2, kNeedsAll = 3;
 BackwardPlan plan_backward(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables,
                            int64_t wanted_grads = kNeedsAll);
+// Return the kernel row for the gradients of query, key and value, or -1.
+int find_backward_row(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int family,
+                      int64_t wanted_grads);
 int64_t workspace_rows(const CallFacts& p, const KernelRow& row);  // rows of a query head in a backward's workspace
 int64_t workspace_floats(const CallFacts& p, const KernelRow& row);
 // Decode calls and split-KV (split_heuristic.cpp). `decode_gate()` tells whether a call has few query rows. The

@@ -308,6 +308,23 @@ std::string causal_note(const CallFacts& p) {
          "torch.nn.attention.bias.";
 }
 
+// Return a note on the dense kernels of packed sequences that may all have one length.
+std::string equal_lengths_note(const Plan& plan, const CallFacts& p, const DeviceFacts& device, Mode mode,
+                               const Tables& tables) {
+  const std::optional<CallFacts> dense = equal_lengths_facts(p);
+  if (!dense || !plan.ours()) return "";
+  const auto name = [&](int packed_row) {
+    const int row = packed_row < 0 ? -1 : find_equal_lengths_row(*dense, tables.kernels[packed_row], device, tables);
+    return row < 0 ? std::string() : tables.kernels[row].name;
+  };
+  std::string kernels = name(plan.kernel_row);
+  const std::string gradients = p.grad ? name(plan_backward(p, device, mode, tables).kernel_row) : "";
+  kernels += (kernels.empty() || gradients.empty() ? "" : " and ") + gradients;
+  if (kernels.empty()) return "";
+  return "If all lengths are equal (" + number(dense->Sq) + " rows, " + number(dense->Sk) +
+         " keys), without sinks and seqused_k, the sequences are computed as a dense batch, by " + kernels + ".";
+}
+
 std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceFacts& device, Mode mode,
                       const Tables& tables) {
   // The plan is for 8 bits, or for 16 bits after the 8-bit plan was rejected. `p` has the features of that plan.
@@ -345,7 +362,8 @@ std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceF
          ", \"gate\": " + quote(has_gate_text ? gate_text(plan, p, device, tables) : "") +
          ", \"row\": " + quote(row_text(plan.choice_row, tables)) +
          ", \"stock_bug\": " + quote(stock_bug_row_text(plan.stock_bug_row, tables)) +
-         ", \"note\": " + quote(causal_note(p)) + ", \"copies\": " + quote(plan.ours() ? copies_text(p, tables) : "") +
+         ", \"note\": " + quote(causal_note(p) + equal_lengths_note(plan, p, device, mode, tables)) +
+         ", \"copies\": " + quote(plan.ours() ? copies_text(p, tables) : "") +
          ", \"sharing\": " + number(has_gradients ? plan_backward(p, device, mode, tables).sharing : 1) +
          ", \"gradients\": " + quote(has_gradients ? gradients_text(p, device, mode, tables) : "") + "}";
   return out;

@@ -226,8 +226,11 @@ int find_choice_row(const CallFacts& p, const KernelRow& kernel, int64_t tiles, 
   return find_first_matching_row(p, kernel.kind, kernel, tiles, tables);
 }
 
+// The kernels for packed sequences of equal lengths are those of dense batches, so the same rows hold.
 int find_split_backward_row(const CallFacts& p, const KernelRow& fused, const Tables& tables) {
-  return find_first_matching_row(p, kSplitBwd, fused, 0, tables);
+  CallFacts measured = p;
+  measured.needs &= ~kEqual;
+  return find_first_matching_row(measured, kSplitBwd, fused, 0, tables);
 }
 
 Reason slower_reason(const Plan& plan, const CallFacts& p, const Tables& tables) {

@@ -122,12 +122,14 @@ Kernel* search(Entry& entry, const std::string& name, int device_index, int circ
   if (call == nullptr) {
     const bool capturing = stream_is_capturing(current_cuda_stream(device_index));
     bool later = false;
-    call = compile(name, device, circumstances | (capturing ? kIsCapturing : 0), &self, &why, &later);
+    const int conditions = (circumstances & ~kIsOptional) | (capturing ? kIsCapturing : 0);
+    call = compile(name, device, conditions, &self, &why, &later);
     if (call == nullptr) {
       const std::string text = "torch_flashplug: kernel " + name + " is not available (" + why + ")";
       if ((circumstances & kMustWait) != 0) throw std::runtime_error(text);
       if (!later && !entry.missing.exchange(true)) registry().changes.fetch_add(1, std::memory_order_relaxed);
-      if ((!later || capturing) && !entry.warned.exchange(true))
+      const bool warns = (!later || capturing) && (circumstances & kIsOptional) == 0;
+      if (warns && !entry.warned.exchange(true))
         log_warning(text + "; stock attention serves " + (later ? "this call" : "these calls"));
       return nullptr;
     }

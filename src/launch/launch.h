@@ -35,8 +35,9 @@ enum Circumstances : int {
   kNeedsGradients = 4,  // gradients are wanted: backward kernels follow
 };
 constexpr const char* kCircumstanceNames[] = {"is_capturing", "must_wait", "needs_gradients"};
+constexpr int kIsOptional = 8;  // another kernel computes the call as well: no warning
 // Return the kernel of a table row, looked up at its first use. If no kernel is found, return null after one warning,
-// or throw if the kernel is required. `circumstances` is a sum of `kMustWait` and `kNeedsGradients`.
+// or throw if the kernel is required. `circumstances` is a sum of `kMustWait`, `kNeedsGradients` and `kIsOptional`.
 Kernel* find_kernel(int row, int device_index, int circumstances);
 // Return true if an earlier lookup for such a device failed; the choice hook then leaves such calls to stock.
 bool kernel_missing(int row, const DeviceFacts& device);

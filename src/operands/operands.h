@@ -8,12 +8,14 @@
 // - dropout.cpp: seeds of dropout;
 // - sinks.cpp: sinks, the block table and the gradient of the LSE;
 // - varlen_tile_list.cpp: packed sequences, and the tile lists of a plan;
+// - equal_lengths.cpp: packed sequences of equal lengths as a dense batch;
 // - quant_workspace.cpp: the workspaces of kernels that quantize operands.
 #pragma once
 
 #include <cstdint>
 #include <initializer_list>
 #include <iterator>
+#include <optional>
 
 #include "core/attention_call.h"
 #include "dispatch/dispatch.h"
@@ -194,13 +196,14 @@ TensorHandle pack_dlse(AtenTensorHandle gradient, AtenTensorHandle lse, const Ca
 // ---- varlen_tile_list.cpp: arguments of packed sequences ----
 
 // Pack the arguments of packed sequences for a kernel that takes them: sequence starts, and tile lists. The lists are
-// the plan's, or a workspace for lists made by the kernel. The result must live until the launch. Throws if the plan
-// belongs to a different call.
+// the plan's, or a workspace for lists made by the kernel. `after_dense_kernel`: a dense kernel was launched ahead,
+// which computes calls with equal lengths. The result must live until the launch. Throws if the plan belongs to a
+// different call.
 struct Lengths {
   TensorHandle tile_lists, seqused_k;
 };
 Lengths pack_varlen_args(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorMeta& query,
-                         Arguments* arguments);
+                         bool after_dense_kernel, Arguments* arguments);
 // Tile lists of a plan, (1 or 2, n) int32: lists of the forward kernel, then of the backward kernel if a plugin kernel
 // runs the backward. `key` accompanies the lists in later calls. Without such kernels, the lists are empty and the key
 // is 0.
@@ -210,6 +213,21 @@ struct PlannedLists {
 };
 PlannedLists plan_lists(const ForwardCall& call, const ReadFacts& facts, const Plan& plan,
                         const BackwardPlan& backward);
+
+// ---- equal_lengths.cpp: packed sequences of equal lengths ----
+
+// A dense kernel for packed sequences. The kernel does nothing unless all lengths are equal.
+struct DenseKernel {
+  Kernel* kernel;
+  const KernelRow* row;
+  CallFacts facts;  // of the dense batch
+  // Return packed rows (1, heads, rows[, columns]) as a dense batch. The result is a view.
+  TensorHandle batch_of(AtenTensorHandle packed, int dims = 4) const;
+  void pack_lengths(const ForwardCall& call, Arguments* arguments) const;
+};
+// Return the dense kernel to be launched ahead of the kernel of row `packed`, or nothing.
+std::optional<DenseKernel> find_equal_lengths_kernel(const ForwardCall& call, const CallFacts& p,
+                                                     const KernelRow& packed, int device_index, int circumstances);
 
 // ---- quant_workspace.cpp ----
 

@@ -23,11 +23,11 @@ constexpr int64_t kSector = 8;  // in 32-bit numbers
 
 // Return the capacity of the lists, for any kernel. A list has entries for blocks of the smallest size, an extra block
 // for each sequence, and for the rows before the first and after the last sequence. An entry takes a sector, and so
-// does a list's head.
+// does a list's head. One sector is spare.
 int64_t list_capacity(const CallFacts& p) {
   constexpr int64_t most_lists = 3, least = 64;
   const int64_t num_entries = std::max(p.Sq, p.Sk) / least + p.sequences + 2;
-  return most_lists * kSector * (num_entries + 1);
+  return kSector * (most_lists * (num_entries + 1) + 1);
 }
 
 TensorHandle new_lists(int64_t kernels, const CallFacts& p, const TensorMeta& query) {
@@ -35,9 +35,10 @@ TensorHandle new_lists(int64_t kernels, const CallFacts& p, const TensorMeta& qu
   return empty_strided(2, size, stride, aoti_torch_dtype_int32(), query.device_type, query.device_index);
 }
 
-TensorHandle list_of_kernel(AtenTensorHandle lists, int64_t nth, const CallFacts& p) {
-  const int64_t numbers = list_capacity(p), unit_stride = 1;
-  return view(lists, 1, &numbers, &unit_stride, nth * numbers);
+// Return the lists of a kernel. An odd size tells the kernel to compare the lengths (kernels/features/varlen.py).
+TensorHandle list_of_kernel(AtenTensorHandle lists, int64_t nth, const CallFacts& p, bool compares_lengths) {
+  const int64_t capacity = list_capacity(p), numbers = capacity - (compares_lengths ? 1 : 0), unit_stride = 1;
+  return view(lists, 1, &numbers, &unit_stride, nth * capacity);
 }
 
 // Identity of a plan in a single number: a kernel row number plus 1 for forward and backward, and a hash of the lists'
@@ -61,7 +62,7 @@ int64_t plan_key(const CallFacts& p, int forward_row, int backward_row) {
 // plan may be made without gradients, and kernel selection for the backward may have changed since. Throws if the plan
 // was made for a different call.
 TensorHandle tile_lists_of_plan(const ForwardCall& call, const CallFacts& p, const KernelRow& row,
-                                const TensorMeta& query) {
+                                const TensorMeta& query, bool after_dense_kernel) {
   if (!is_defined(call.tile_lists)) return {};
   const int64_t number = &row - tables().kernels.data() + 1;
   const bool backward = row.kind != kFwd;
@@ -77,7 +78,7 @@ TensorHandle tile_lists_of_plan(const ForwardCall& call, const CallFacts& p, con
     throw std::runtime_error(
         "torch_flashplug: plan was made for another call: the kernel, the window or the number of rows, keys or "
         "sequences differs. Make the plan with the arguments of this call, under the same sdpa_backend.");
-  return list_of_kernel(call.tile_lists, backward ? 1 : 0, p);
+  return list_of_kernel(call.tile_lists, backward ? 1 : 0, p, after_dense_kernel);
 }
 
 void pack_start_args(const ForwardCall& call, const TensorHandle& seqused_k, const TensorHandle& tile_lists,
@@ -97,12 +98,12 @@ TensorHandle lengths_or_empty(const ForwardCall& call) {
 }  // namespace
 
 Lengths pack_varlen_args(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorMeta& query,
-                         Arguments* arguments) {
+                         bool after_dense_kernel, Arguments* arguments) {
   if (!arguments->takes("tile_lists")) return {};
   Lengths lengths;
-  lengths.tile_lists = tile_lists_of_plan(call, p, row, query);
+  lengths.tile_lists = tile_lists_of_plan(call, p, row, query, after_dense_kernel);
   const bool is_planned = lengths.tile_lists.get() != nullptr;
-  if (!is_planned) lengths.tile_lists = list_of_kernel(new_lists(1, p, query).get(), 0, p);
+  if (!is_planned) lengths.tile_lists = list_of_kernel(new_lists(1, p, query).get(), 0, p, after_dense_kernel);
   // The size of cu_seqlens_q tells the kernel that the lists exist.
   lengths.seqused_k = is_planned ? TensorHandle::share(call.cu_seqlens_q) : lengths_or_empty(call);
   pack_start_args(call, lengths.seqused_k, lengths.tile_lists, arguments);
@@ -160,7 +161,7 @@ PlannedLists plan_lists(const ForwardCall& call, const ReadFacts& facts, const P
   for (int i = 0; i < 2; ++i) {
     if (kernels[i] != nullptr)
       make_lists(*kernels[i], tables().kernels[rows[i]], call, p, query,
-                 list_of_kernel(planned_lists.lists.get(), i, p));
+                 list_of_kernel(planned_lists.lists.get(), i, p, true));
   }
   return planned_lists;
 }

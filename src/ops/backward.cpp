@@ -1,6 +1,9 @@
 // The plugin's backward: workspace, outputs and launches.
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <utility>
 
 #include "core/attention_call.h"
@@ -44,13 +47,21 @@ class BackwardInputs {
         grad_out_(readable_grad_out(row, call.grad_out)) {}
 
   void to(Arguments* arguments) const {
-    arguments->tensor("q", positive_.q.get());
-    arguments->tensor("k", read_.call.k);
-    arguments->tensor("v", read_.call.v);
-    arguments->tensor("o", out_.get());
-    arguments->tensor("do", grad_out_.get());
-    arguments->tensor("lse", call_.lse);
+    const auto tensors = all();
+    for (size_t i = 0; i < kCount; ++i) arguments->tensor(kArgs[i], tensors[i]);
     arguments->scale(positive_.scale);
+  }
+
+  // Pack the packed sequences as a dense batch. The result must live until the kernel is launched.
+  std::array<TensorHandle, 6> to(const DenseKernel& dense, Arguments* arguments) const {
+    std::array<TensorHandle, kCount> views;
+    const auto tensors = all();
+    for (size_t i = 0; i < kCount; ++i) {
+      views[i] = dense.batch_of(tensors[i], tensors[i] == call_.lse ? 3 : 4);
+      arguments->tensor(kArgs[i], views[i].get());
+    }
+    arguments->scale(positive_.scale);
+    return views;
   }
 
   // Return a readable tensor with the size and dtype of an operand's gradient.
@@ -60,6 +71,12 @@ class BackwardInputs {
   }
 
  private:
+  static constexpr size_t kCount = 6;
+  static constexpr KernelArg kArgs[kCount] = {"q", "k", "v", "o", "do", "lse"};
+  std::array<AtenTensorHandle, kCount> all() const {
+    return {positive_.q.get(), read_.call.k, read_.call.v, out_.get(), grad_out_.get(), call_.lse};
+  }
+
   const BackwardCall& call_;
   const ReadableCall read_;
   const SignedScale positive_;
@@ -79,14 +96,38 @@ TensorHandle delta_of(AtenTensorHandle row_stats, const CallFacts& p) {
   return new_like(row_stats, 3, size, stride, view(row_stats, 3, size, from, padded).get());
 }
 
+// Launch the dense kernel for packed sequences of equal lengths.
+void run_dense_backward(const DenseKernel& dense, const BackwardCall& call, const BackwardInputs& inputs,
+                        AtenTensorHandle dq_workspace, const BackwardResult& result, const TensorMeta& query) {
+  const TensorHandle row_stats = new_row_stats(dense.facts, *dense.row, query);
+  TensorHandle grads[3];
+  for (int i = 0; i < 3; ++i) grads[i] = dense.batch_of(result.grads[i].get());
+  Arguments arguments(*dense.row, dense.facts, query.device_index);
+  const auto views = inputs.to(dense, &arguments);
+  arguments.tensor("dq", grads[0].get(), true);
+  arguments.tensor("dk", grads[1].get(), true);
+  arguments.tensor("dv", grads[2].get(), true);
+  arguments.tensor("row_stats", row_stats.get(), true);
+  arguments.tensor("dq_workspace", dq_workspace, true);
+  arguments.integer("needs_grad", kNeedsAll);
+  dense.pack_lengths(call.forward, &arguments);
+  launch(*dense.kernel, arguments);
+}
+
 // Compute dQ, dK and dV, or at least the gradients in `wanted_bits`. `sharing`: see `BackwardPlan`. Returns the bias as
 // the kernel reads it.
 TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const CallFacts& p,
                                const TensorMeta& query, const BackwardInputs& inputs, int64_t wanted_bits,
                                int64_t sharing, BackwardResult* result) {
   const ForwardCall& forward = call.forward;
-  // The workspace is never empty, so that there is an address.
-  const int64_t floats = std::max<int64_t>(workspace_floats(p, row), 4), unit_stride = 1;
+  // The dense kernel has no argument for a gradient of the LSE.
+  const bool fits_dense = wanted_bits == kNeedsAll && !is_defined(call.grad_lse);
+  const std::optional<DenseKernel> dense =
+      fits_dense ? find_equal_lengths_kernel(forward, p, row, query.device_index, kNeedsGradients) : std::nullopt;
+  // The workspace is never empty, so that there is an address. A dense kernel uses the same workspace.
+  const int64_t floats = std::max(
+                    {workspace_floats(p, row), dense ? workspace_floats(dense->facts, *dense->row) : 0, int64_t{4}}),
+                unit_stride = 1;
   const TensorHandle row_stats = new_row_stats(p, row, query);
   const TensorHandle dq_workspace =
       empty_strided(1, &floats, &unit_stride, aoti_torch_dtype_float32(), query.device_type, query.device_index);
@@ -96,6 +137,7 @@ TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const Backw
   for (int i = 0; i < 3; ++i)  // an unwritten gradient is not read either, so its operand takes the argument's place
     result->grads[i] = writes(i) ? new_gradient(operands[i], row.elementwise, i == 0 ? 1 : sharing)
                                  : TensorHandle::share(inputs.like(i));
+  if (dense) run_dense_backward(*dense, call, inputs, dq_workspace.get(), *result, query);
   Arguments arguments(row, p, query.device_index);
   inputs.to(&arguments);
   arguments.tensor("dq", result->grads[0].get(), writes(0));
@@ -108,7 +150,7 @@ TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const Backw
   TensorHandle bias = pack_bias_args(forward, p, query, row, &arguments);
   const TensorHandle seed = pack_dropout_args(call.seed, query, &arguments);
   const TensorHandle grad_lse = pack_dlse(call.grad_lse, call.lse, p, &arguments);
-  const Lengths lengths = pack_varlen_args(forward, p, row, query, &arguments);
+  const Lengths lengths = pack_varlen_args(forward, p, row, query, dense.has_value(), &arguments);
   launch(kernel, arguments, written != kNeedsAll);
   if (call.wants_delta) result->delta = delta_of(row_stats.get(), p);
   if (writes(0)) pack_scale_sign(result->grads[0].get(), p);

@@ -75,6 +75,26 @@ ReadFacts read_facts(const ForwardCall& call) {
   return facts;
 }
 
+namespace {
+
+// Launch the dense kernel for packed sequences of equal lengths.
+void run_dense_forward(const DenseKernel& dense, const ForwardCall& call, const SignedScale& positive,
+                       const ForwardResult& result, int32_t device_index) {
+  const TensorHandle q = dense.batch_of(positive.q.get()), k = dense.batch_of(call.k), v = dense.batch_of(call.v),
+                     o = dense.batch_of(result.out.get()), lse = dense.batch_of(result.lse.get(), 3);
+  Arguments arguments(*dense.row, dense.facts, device_index);
+  arguments.tensor("q", q.get());
+  arguments.tensor("k", k.get());
+  arguments.tensor("v", v.get());
+  arguments.tensor("o", o.get(), true);
+  arguments.tensor("lse", lse.get(), true);
+  arguments.scale(positive.scale);
+  dense.pack_lengths(call, &arguments);
+  launch(*dense.kernel, arguments);
+}
+
+}  // namespace
+
 bool our_forward(const ForwardCall& original, const ReadFacts& facts, const Plan& plan, ForwardResult* result) {
   CallFacts p = facts.call;
   p.needs |= plan.features;
@@ -140,7 +160,9 @@ bool our_forward(const ForwardCall& original, const ReadFacts& facts, const Plan
     arguments.integer("k_is_rotated", call.k_is_rotated);
   }
   const TensorHandle sinks = pack_sink_args(call.sinks, result->lse.get(), &arguments);
-  const Lengths lengths = pack_varlen_args(call, p, row, query, &arguments);
+  const std::optional<DenseKernel> dense = find_equal_lengths_kernel(call, p, row, query.device_index, circumstances);
+  if (dense) run_dense_forward(*dense, call, positive, *result, query.device_index);
+  const Lengths lengths = pack_varlen_args(call, p, row, query, dense.has_value(), &arguments);
   pack_page_args(call, &arguments);
   // Kernels learn nothing else about splits, except a fixed split size, which is a fact of the call.
   arguments.integer("splits", plan.splits.n);

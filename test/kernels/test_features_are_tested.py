@@ -18,6 +18,7 @@ NUMERICS_TESTS = (
     "test_bool_masks",
     "test_decode",
     "test_dropout",
+    "test_equal_lengths",
     "test_masked_decode",
     "test_numerics",
     "test_paged_kv_kernels",

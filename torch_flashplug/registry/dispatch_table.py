@@ -50,6 +50,12 @@ class CostModel:
     # ns that CTAs must save by sharing SMs. More splits wait longer if most keys are masked out.
     min_gain_of_sharing_ns: float = 1700
     max_cluster: int = MAX_CLUSTER_SIZE  # largest number of CTAs of a cluster
+    # Smallest mean length of packed sequences, and smallest estimated ns of the dense forward, for launching a dense
+    # kernel with work only for equal lengths. 16 rows: the dense kernel takes 1.42 times as long as the kernel of
+    # packed sequences (D 64 and 128); 512 rows: 0.89 to 0.93 times (2026-11-27 H100, bench --suite varlen). Lengths
+    # between were not measured. For different lengths, a launch in vain takes 1 to 2 us (estimated).
+    min_equal_rows: int = 256
+    min_equal_ns: float = 60000
     # Share of the SMs that clusters of so many CTAs may fill; 0: no limit. The GPU places clusters of more than two
     # CTAs next to each other on some SMs, while other SMs idle. Clusters of three keep three quarters of the SMs evenly
     # busy, larger clusters keep half.

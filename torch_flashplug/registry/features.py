@@ -104,6 +104,13 @@ FEATURES = (
         arguments=("block_table", "seqused_k", "split_size"), decode_class_path="paged_kv.PagedKvFeature",
         is_unconditional=True,
     ),
+    Feature(
+        "equal", "equal", "with packed sequences of equal lengths",
+        "The call has packed sequences that may have equal lengths, but the kernels of this backend support no such "
+        "calls.",
+        arguments=("cu_seqlens_q", "cu_seqlens_k"), class_path="equal_lengths.EqualLengthsFeature",
+        is_unconditional=True,
+    ),
     # Features without a reader: a mode requests a recipe.
     *(
         Feature(
@@ -153,6 +160,7 @@ COMBINATIONS = (
         Combination(frozenset({"window", *more}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd",)})
         for more in (("ragged",), ("softcap",), ("softcap", "ragged"))
     ),
+    *(Combination(frozenset({*more, "equal"}), {90: ("fwd", "bwd", "partbwd")}) for more in ((), ("causal",))),
     *(
         Combination(frozenset({*more, name}), {90: ("fwd",)})
         for name in RECIPES

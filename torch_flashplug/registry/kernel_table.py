@@ -34,6 +34,8 @@ BIASES_DROPPED = BIAS_DROPPED + BIAS32_DROPPED
 DROPPED_16BIT_BIAS = DROPPED + MASK_DROPPED + BIAS_DROPPED
 DROPPED_ANY_BIAS = DROPPED_16BIT_BIAS + BIAS32_DROPPED
 WINDOW, VARLEN = ("window",), ("window+ragged",)
+EQUAL_FULL, EQUAL_CAUSAL = ("equal",), ("causal+equal",)
+EQUAL = EQUAL_FULL + EQUAL_CAUSAL
 SOFTCAP = ("window+softcap", "window+softcap+ragged")
 PAGED, PAGED_CACHED = ("window+paged", "window+softcap+paged"), ("window+cache8+paged",)
 WITHOUT_SPILLS = ("bf16_int8", "bf16_e5m2", "fp16_int8", "fp16_e5m2")  # e4m3 on sm_80 needs more registers
@@ -139,8 +141,8 @@ class KernelRow:
 # fmt: off
 KERNEL_ROWS = (
     #         kind  arch d_max dv_max features tile_m tile_n stages cost
-    KernelRow("fwd", 90, 64, 64, BOTH, 192, 128, 2, 1532, last_tile=LAST_TILE_OF_192_ROWS),
-    KernelRow("fwd", 90, 64, 64, BOTH, 128, 128, 2, 1220),
+    KernelRow("fwd", 90, 64, 64, BOTH + EQUAL, 192, 128, 2, 1532, last_tile=LAST_TILE_OF_192_ROWS),
+    KernelRow("fwd", 90, 64, 64, BOTH + EQUAL, 128, 128, 2, 1220),
     KernelRow("fwd", 90, 64, 64, BOTH, 64, 128, 2, 811),
     KernelRow("fwd", 90, 80, 80, BOTH, 192, 112, 2, 1583, last_tile=LAST_TILE_OF_192_ROWS),
     KernelRow("fwd", 90, 80, 80, BOTH, 128, 128, 2, 1351),
@@ -152,10 +154,10 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 128, 64, BOTH, 64, 128, 2, 1090),
     KernelRow("fwd", 90, 64, 128, BOTH, 128, 128, 2, 1450),
     KernelRow("fwd", 90, 64, 128, BOTH, 64, 128, 2, 1090),
-    KernelRow("fwd", 90, 128, 128, BOTH, 128, 128, 2, 1656),
-    KernelRow("fwd", 90, 128, 128, FULL, 128, 176, 2, 2190),
-    KernelRow("fwd", 90, 128, 128, FULL, 128, 160, 2, 2018),
-    KernelRow("fwd", 90, 128, 128, CAUSAL, 128, 160, 2, 1997),
+    KernelRow("fwd", 90, 128, 128, BOTH + EQUAL, 128, 128, 2, 1656),
+    KernelRow("fwd", 90, 128, 128, FULL + EQUAL_FULL, 128, 176, 2, 2190),
+    KernelRow("fwd", 90, 128, 128, FULL + EQUAL_FULL, 128, 160, 2, 2018),
+    KernelRow("fwd", 90, 128, 128, CAUSAL + EQUAL_CAUSAL, 128, 160, 2, 1997),
     KernelRow("fwd", 90, 128, 128, BOTH, 64, 128, 2, 1249),
     KernelRow("fwd", 90, 160, 160, BOTH, 128, 128, 2, 1968),
     KernelRow("fwd", 90, 160, 160, BOTH, 64, 112, 2, 1300),
@@ -164,8 +166,8 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 192, 192, BOTH, 128, 112, 2, 1953),
     KernelRow("fwd", 90, 192, 192, BOTH, 128, 80, 2, 1467),
     KernelRow("fwd", 90, 192, 192, BOTH, 64, 96, 2, 1270),
-    KernelRow("fwd", 90, 256, 256, BOTH, 128, 80, 2, 1836),
-    KernelRow("fwd", 90, 256, 256, BOTH, 128, 64, 2, 1540),
+    KernelRow("fwd", 90, 256, 256, BOTH + EQUAL, 128, 80, 2, 1836),
+    KernelRow("fwd", 90, 256, 256, BOTH + EQUAL, 128, 64, 2, 1540),
     KernelRow("fwd", 90, 256, 256, BOTH, 64, 80, 2, 1280),
     # Block-sparse lists: tiles that divide blocks of 128 x 128, or have separate lists. Tiles of 192 rows (bench:
     # ours_tall) take 8 to 26 % less time for dense blocks, but visit more blocks of masks that hide much. The cost of
@@ -236,10 +238,10 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 192, 192, MASK_BOTH_8BIT, 128, 128, 2),
     KernelRow("fwd", 90, 256, 256, MASK_QK8, 128, 64, 2),
     KernelRow("fwd", 90, 256, 256, MASK_BOTH_8BIT, 128, 128, 2),
-    KernelRow("bwd", 90, 64, 64, BOTH + WINDOW + VARLEN + SOFTCAP, 64, 128, 4),
+    KernelRow("bwd", 90, 64, 64, BOTH + EQUAL + WINDOW + VARLEN + SOFTCAP, 64, 128, 4),
     KernelRow("bwd", 90, 64, 64, MASK + BIASES + DROPPED_ANY_BIAS, 64, 128, 4),
     KernelRow("bwd", 90, 96, 96, BOTH + WINDOW, 64, 128, 2),
-    KernelRow("bwd", 90, 128, 128, BOTH + WINDOW + VARLEN + SOFTCAP, 64, 128, 2),
+    KernelRow("bwd", 90, 128, 128, BOTH + EQUAL + WINDOW + VARLEN + SOFTCAP, 64, 128, 2),
     KernelRow("bwd", 90, 128, 128, MASK + BIAS + DROPPED, 64, 128, 2),
     KernelRow("detbwd", 90, 64, 64, BOTH + WINDOW + MASK + DROPPED, 64, 128, 4),
     KernelRow("detbwd", 90, 128, 128, BOTH + WINDOW + MASK + DROPPED, 64, 128, 2),
@@ -253,13 +255,13 @@ KERNEL_ROWS = (
     KernelRow("decode", 90, 256, 256, FULL + MASK + BIASES, 64, 64, 3, 1250),
     KernelRow("decode", 90, 512, 512, FULL, 64, 32, 2, 1400),  # the costs of D 512 are computed, not measured
     KernelRow("decode", 90, 512, 512, MASK, 64, 64, 1, 2800),
-    KernelRow("partbwd", 90, 64, 64, BOTH + WINDOW + VARLEN + SOFTCAP, 64, 64, 4, dkdv_alone=False),
+    KernelRow("partbwd", 90, 64, 64, BOTH + EQUAL + WINDOW + VARLEN + SOFTCAP, 64, 64, 4, dkdv_alone=False),
     KernelRow("partbwd", 90, 64, 64, MASK + BIASES + DROPPED_ANY_BIAS, 64, 64, 4, dkdv_alone=False),
-    KernelRow("partbwd", 90, 128, 128, BOTH + WINDOW + VARLEN + SOFTCAP, 64, 64, 2),
+    KernelRow("partbwd", 90, 128, 128, BOTH + EQUAL + WINDOW + VARLEN + SOFTCAP, 64, 64, 2),
     KernelRow("partbwd", 90, 128, 128, MASK + BIASES + DROPPED_ANY_BIAS, 64, 64, 2),
     KernelRow("partbwd", 90, 192, 128, BOTH + WINDOW + VARLEN, 64, 64, 2),
     KernelRow("partbwd", 90, 192, 192, BOTH + WINDOW + VARLEN, 64, 64, 2),
-    KernelRow("partbwd", 90, 256, 256, BOTH + WINDOW + VARLEN + SOFTCAP, 64, 64, 2),
+    KernelRow("partbwd", 90, 256, 256, BOTH + EQUAL + WINDOW + VARLEN + SOFTCAP, 64, 64, 2),
     KernelRow("partbwd", 90, 256, 256, MASK + BIASES + DROPPED + MASK_DROPPED, 64, 64, 2),
     KernelRow("tilebwd", 90, 32, 32, BIASES, 64, 64, 2),
     KernelRow("tilebwd", 90, 64, 64, BIASES, 64, 64, 2),
@@ -391,7 +393,7 @@ def _is_wide(spec: KernelSpec) -> bool:
 
 
 def _has_window(spec: KernelSpec) -> bool:
-    return "window" in spec.features and not _uses_8bit(spec)
+    return not spec.features.isdisjoint({"window", "equal"}) and not _uses_8bit(spec)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from ..primitives import fragments, sm90
 from ..primitives.dtype import Element
 from ..primitives.vector_access import vector_at
 from ..score_stages.pipeline import DropoutScale, ScorePipeline
+from ..tiling.equal_lengths import ConditionalAddressing, wait_for_previous_launch
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile, TileAddressing
 from .workspace import ADDED, CLEARED, UNITS, DqWorkspace, WorkspaceLayout, clear
@@ -92,6 +93,7 @@ class BackwardPreprocess:
             grid=(mRowStats.shape[3] // TILE_M * Hq * B, 1, 1),
             block=(WARPGROUP, 1, 1),
             stream=stream,
+            use_pdl=isinstance(addressing, ConditionalAddressing),
         )
 
     @cute.kernel
@@ -103,6 +105,23 @@ class BackwardPreprocess:
         keep_scale: DropoutScale | None,
         addressing: TileAddressing,
     ):
+        if cutlass.const_expr(isinstance(addressing, ConditionalAddressing)):
+            wait_for_previous_launch()
+            if addressing.has_work():
+                self.compute_row_stats(inputs, mRowStats, clearing, keep_scale, addressing)
+        else:
+            self.compute_row_stats(inputs, mRowStats, clearing, keep_scale, addressing)
+
+    @cute.jit
+    def compute_row_stats(
+        self,
+        inputs: RowStatsInputs,
+        mRowStats: cute.Tensor,
+        clearing: WorkspaceClear | None,
+        keep_scale: DropoutScale | None,
+        addressing: TileAddressing,
+    ):
+        """Compute the row statistics of a block of rows, and clear the CTA's part of the workspace."""
         heads, blocks = mRowStats.shape[1], mRowStats.shape[3] // TILE_M
         linear, workspace_block = cute.arch.block_idx()[0] // blocks, cute.arch.block_idx()[0] % blocks
         batch, head = linear // heads, linear % heads
@@ -202,7 +221,10 @@ class BackwardPostprocess:
         B, Hq, _, rows = mRowStats.shape
         heads, blocks = workspace_layout.heads * workspace_layout.group, rows // TILE_M
         self.kernel(mDqWorkspace, blocks, mdQ, scale, B * Hq - heads, addressing).launch(
-            grid=(blocks * heads, 1, 1), block=(WARPGROUPS * WARPGROUP, 1, 1), stream=stream
+            grid=(blocks * heads, 1, 1),
+            block=(WARPGROUPS * WARPGROUP, 1, 1),
+            stream=stream,
+            use_pdl=isinstance(addressing, ConditionalAddressing),
         )
 
     @cute.kernel
@@ -210,6 +232,19 @@ class BackwardPostprocess:
         self, mDqWorkspace: cute.Tensor, blocks: Int32, mdQ: cute.Tensor, scale: Float32, first_head: Int32,
         addressing: TileAddressing
     ):  # fmt: skip
+        if cutlass.const_expr(isinstance(addressing, ConditionalAddressing)):
+            wait_for_previous_launch()
+            if addressing.has_work():
+                self.write_block(mDqWorkspace, blocks, mdQ, scale, first_head, addressing)
+        else:
+            self.write_block(mDqWorkspace, blocks, mdQ, scale, first_head, addressing)
+
+    @cute.jit
+    def write_block(
+        self, mDqWorkspace: cute.Tensor, blocks: Int32, mdQ: cute.Tensor, scale: Float32, first_head: Int32,
+        addressing: TileAddressing
+    ):  # fmt: skip
+        """Write dQ of a block of rows of a head."""
         cta = cute.arch.block_idx()[0]
         block, linear = cta % blocks, cta // blocks + first_head
         batch, head = linear // mdQ.shape[1], linear % mdQ.shape[1]

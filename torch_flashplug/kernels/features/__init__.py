@@ -7,6 +7,7 @@
 - `window`: Sliding windows.
 - `softcap`: Soft capping.
 - `varlen`: Packed sequences.
+- `equal_lengths`: Packed sequences of equal lengths.
 - `dropout`: Dropout.
 - `quantized_qkv`: 8-bit products.
 - `quantized_kv_cache`: 8-bit KV caches.

@@ -20,6 +20,7 @@ from cutlass import Int32
 
 from ...registry.kernel_spec import DQ_TILE_M
 from ..preprocess.varlen_tile_list import BLOCK, CLASSES, THREADS, TileListKernel, TileListSpec, VarlenInputs
+from ..tiling.equal_lengths import wait_for_previous_launch
 from ..tiling.varlen import ENTRY_INTS, VarlenAddressing, VarlenTileList
 from .base import KernelFeatures
 
@@ -32,7 +33,7 @@ class VarlenFeature(KernelFeatures):
     has_small_tiles = overlaps_preprocess = True
 
     def wait_for_preprocess(self) -> None:
-        cute.arch.griddepcontrol_wait()
+        wait_for_previous_launch()
 
     @property
     def tile_list_specs(self) -> tuple[TileListSpec, ...]:
@@ -45,7 +46,10 @@ class VarlenFeature(KernelFeatures):
         return (*rows, key_list, workspace_list)
 
     def varlen_inputs(self, call: object) -> VarlenInputs:
-        return VarlenInputs(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.q.shape[2], call.k.shape[2])
+        return VarlenInputs(
+            call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.q.shape[2], call.k.shape[2],
+            compares_lengths=call.tile_lists.shape[0] % 2, is_plan=Int32(call.num_ctas == 0),
+        )  # fmt: skip
 
     def tile_addressing(self, call: object) -> VarlenAddressing:
         """Return the tile addressing. The lists lie one behind the next in the workspace of the call.
@@ -57,9 +61,9 @@ class VarlenFeature(KernelFeatures):
             capacity = (inputs.keys if list_spec.of_keys else inputs.rows) // list_spec.size + inputs.sequences
             first_entry = cute.make_ptr(Int32, (start + ENTRY_INTS).toint(), cute.AddressSpace.gmem, assumed_align=16)
             entries = cute.make_tensor(first_entry, cute.make_layout((capacity, ENTRY_INTS), stride=(ENTRY_INTS, 1)))
-            lists[list_spec.name] = VarlenTileList(entries, cute.make_tensor(start, cute.make_layout(2)))
+            lists[list_spec.name] = VarlenTileList(entries, cute.make_tensor(start, cute.make_layout(3)))
             start = start + (capacity + 1) * ENTRY_INTS
-        return VarlenAddressing(**lists, total_keys=inputs.keys)
+        return VarlenAddressing(**lists, total_keys=inputs.keys, skips_equal_lengths=inputs.compares_lengths)
 
 
 class TileListsThenKernel:

@@ -9,12 +9,11 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32
-from cutlass.base_dsl import Arch
 
 from ...registry.kernel_spec import BACKWARD_TILE, WARP
-from ..primitives.fragments import target_from
 from ..primitives.vector_access import vector_at
 from ..tiling.block_iterator import BlockIterator
+from ..tiling.equal_lengths import has_equal_lengths, overlaps_launches, wait_for_previous_launch
 from ..tiling.tile import Tile
 from ..tiling.varlen import (
     ENTRY_INTS,
@@ -52,6 +51,10 @@ class VarlenInputs:
     seqused_k: cute.Tensor
     rows: Int32  # rows of all sequences together
     keys: Int32
+    # 1: the lengths are compared. Equal lengths then need no lists, except in a plan, because a dense kernel ran ahead
+    # and has computed calls with equal lengths.
+    compares_lengths: Int32
+    is_plan: Int32  # 1: no kernel follows, because the lists are those of a plan
 
     @property
     def sequences(self) -> Int32:
@@ -69,6 +72,13 @@ class VarlenInputs:
         Existing lists already contain the KV lengths. A tensor of the size of `cu_seqlens_q` then replaces `seqused_k`.
         """
         return self.seqused_k.shape[0] == self.cu_seqlens_q.shape[0]
+
+    def lengths_are_equal(self) -> cutlass.Boolean:
+        """Return True if all sequences have equal numbers of rows, and of keys. A whole warp calls the method."""
+        count = cutlass.max(self.cu_seqlens_q.shape[0] - 1, 1)
+        lengths = (self.cu_seqlens_q, self.rows // count), (self.cu_seqlens_k, self.keys // count)
+        of_rows, of_keys = (has_equal_lengths(cu_seqlens, length) for cu_seqlens, length in lengths)
+        return of_rows & of_keys
 
     @property
     def num_workspace_blocks(self) -> Int32:
@@ -147,13 +157,16 @@ class TileListKernel:
     ):
         if not inputs.lists_exist:
             self.kernel(inputs, addressing, block_iterator).launch(
-                grid=(len(self.list_specs), 1, 1), block=(THREADS, 1, 1), stream=stream
+                grid=(len(self.list_specs), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=overlaps_launches()
             )
 
     @cute.kernel
     def kernel(self, inputs: VarlenInputs, addressing: VarlenAddressing, block_iterator: BlockIterator):
-        if cutlass.const_expr(target_from(Arch.sm_90)):
+        if cutlass.const_expr(overlaps_launches()):
             cute.arch.griddepcontrol_launch_dependents()
+            # A dense kernel of the same call has waited for the writer of the lengths, so the list kernel runs beside.
+            if (inputs.compares_lengths == 0) | (inputs.is_plan != 0):
+                wait_for_previous_launch()
         smem = cutlass.memory.SmemAllocator()
         counts = smem.allocate_tensor(Int32, cute.make_layout(CLASSES), 16)
         sums = smem.allocate_tensor(Int32, cute.make_layout((WARPS, 2)), 16)
@@ -170,6 +183,7 @@ class TileListKernel:
                     sums,
                     work,
                 ).build()
+        wait_for_previous_launch()  # the kernel behind waits only for this kernel
 
 
 class TileListBuilder:
@@ -189,6 +203,17 @@ class TileListBuilder:
 
     @cute.jit
     def build(self):
+        """Compare the lengths if asked to, and make the list unless a dense kernel has computed the call."""
+        lengths_are_equal = cutlass.Boolean(False)
+        if self.inputs.compares_lengths != 0:
+            lengths_are_equal = self.inputs.lengths_are_equal()
+        if self.thread == 0:
+            cute.arch.store(self.tile_list.header.iterator + 2, Int32(lengths_are_equal))
+        if (not lengths_are_equal) | (self.inputs.is_plan != 0):
+            self.make_list()
+
+    @cute.jit
+    def make_list(self):
         tiles, blocks = Int32(0), Int32(0)
         for group in cutlass.range(self.begin, self.end, unroll=1):
             sequence = LaneSequence.create(self.inputs, group * WARP + self.lane, self.list_spec)

@@ -317,6 +317,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=self.features.overlaps_preprocess,
         )
 
     def create_pipelines(self, smem: cutlass.memory.SmemAllocator) -> BackwardPipelines:
@@ -393,6 +394,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = self.allocate_smem(smem)
         self.start_cta(warp_idx, operands, pipelines, score_pipeline)
+        self.features.wait_for_preprocess()
 
         mQ, mK = operands.tensor("q"), operands.tensor("k")
         Sq, _, Hq, _ = mQ.shape

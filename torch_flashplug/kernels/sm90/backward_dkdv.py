@@ -239,6 +239,7 @@ class BackwardDkdvSm90:
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=self.features.overlaps_preprocess,
         )
 
     def create_pipelines(self, smem: cutlass.memory.SmemAllocator) -> DkdvPipelines:
@@ -280,6 +281,7 @@ class BackwardDkdvSm90:
         tile_index = sm90.TileIndexPipeline.create(smem)
         score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = self.allocate_smem(smem)
+        self.features.wait_for_preprocess()
 
         mK = operands.tensor("k")
         Sk, _, Hkv, _ = mK.shape

@@ -161,6 +161,7 @@ class BackwardDqSm90:
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=self.features.overlaps_preprocess,
         )
 
     def create_pipelines(self, smem: cutlass.memory.SmemAllocator) -> DqPipelines:
@@ -189,6 +190,7 @@ class BackwardDqSm90:
         tile_index = sm90.TileIndexPipeline.create(smem)
         score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = DqSmem(*(x.buffer(smem) for x in self.inputs))
+        self.features.wait_for_preprocess()
         mQ = operands.tensor("q")
         Sq, _, Hq, _ = mQ.shape
         Sk, _, Hkv, _ = operands.tensor("k").shape

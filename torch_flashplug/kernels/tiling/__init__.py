@@ -6,5 +6,6 @@
 - `sliding_window`: Block iterators of a sliding window.
 - `tile`: Tile coordinates, and addressing of dense tensors.
 - `varlen`: Addressing of packed sequences.
+- `equal_lengths`: Addressing of launches that have work only for some lengths.
 - `backward_tile_scheduler`: The order of tiles in the backward.
 """

@@ -24,8 +24,9 @@ from ...registry.kernel_spec import BACKWARD_TILE, MAX_TOTAL_ROWS
 from ..primitives import sm90
 from ..primitives.tile_scheduler import TileScheduler
 from ..primitives.vector_access import vector_at
+from .equal_lengths import ConditionalAddressing
 from .seqlen_info import SeqlenInfo
-from .tile import Tile, TileAddressing, TileGrid
+from .tile import Tile, TileGrid
 
 MAX_RELATIVE_WORK = 1 << 16  # limit of `VarlenTileList.relative_work`, in tiles. A larger value has no further effect.
 
@@ -156,8 +157,8 @@ class VarlenTileList:
     # (capacity, ENTRY_INTS) Int32, 16-byte aligned. Entries behind the last entry are zero, except for a last value of
     # 1.
     entries: cute.Tensor
-    # (2,) Int32: number of entries, and, for a sorted list, the total work as a multiple of the work of the first
-    # entry.
+    # (3,) Int32: number of entries; for a sorted list, the total work as a multiple of the work of the first entry; 1
+    # if all lengths are equal. The last number is set only if the lengths have been compared.
     header: cute.Tensor
 
     def capacity(self) -> Int32:
@@ -165,6 +166,10 @@ class VarlenTileList:
 
     def count(self) -> Int32:
         return cute.arch.make_warp_uniform(self.header[0])
+
+    def lengths_differ(self) -> cutlass.Boolean:
+        """Return True if not all lengths are equal. The lengths must have been compared."""
+        return cute.arch.make_warp_uniform(self.header[2]) == 0
 
     def relative_work(self) -> Int32:
         """Return the total work as a multiple of the longest tile. The result is at least 1, even without tiles."""
@@ -226,7 +231,7 @@ class VarlenTileGrid(TileGrid):
 
 
 @dataclass(frozen=True)
-class VarlenAddressing(TileAddressing):
+class VarlenAddressing(ConditionalAddressing):
     """Tile addressing of packed sequences.
 
     Each kernel has only the required lists. `rows` and `keys` are tile lists, with the longest tiles first. `workspace`
@@ -237,7 +242,12 @@ class VarlenAddressing(TileAddressing):
     keys: VarlenTileList | None = None
     workspace: VarlenTileList | None = None
     total_keys: Int32 | None = None
+    skips_equal_lengths: Int32 | int = 0  # 1: a dense kernel ran ahead, which has computed calls with equal lengths
     sequence_lengths_vary = True
+
+    def lengths_have_work(self) -> cutlass.Boolean:
+        tile_list = self.keys if self.rows is None else self.rows
+        return (self.skips_equal_lengths == 0) | tile_list.lengths_differ()
 
     def rows_first(self, t: cute.Tensor) -> cute.Tensor:
         return bounded_tma_view(sm90.rows_first(t))
@@ -253,7 +263,7 @@ class VarlenAddressing(TileAddressing):
         return self.rows.capacity()
 
     def blocks_of_rows(self, Sq: Int32, size: int) -> Int32:
-        return self.rows.count()
+        return self.blocks_with_work(self.rows.count())
 
     def heads_per_l2_group(self, fitting_heads: Int32, heads: Int32, group: Int32, of_keys: bool = False) -> Int32:
         """Return the number of heads per L2 group, large enough to keep the last tile from running on alone.
@@ -278,7 +288,7 @@ class VarlenAddressing(TileAddressing):
         return self.keys.capacity()
 
     def blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
-        return self.keys.count()
+        return self.blocks_with_work(self.keys.count())
 
     def of_rows(self, order: TileScheduler, sizes: SeqlenInfo, kv_heads: Int32) -> VarlenTileGrid:
         return VarlenTileGrid(order, sizes, kv_heads, entries=self.rows)
