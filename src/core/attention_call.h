@@ -19,6 +19,9 @@ struct ForwardCall : AttentionArgs {
   // Tile lists of a plan (varlen_tile_list.cpp); `plan_key` identifies the planned calls.
   AtenTensorHandle tile_lists = nullptr;
   int64_t plan_key = 0;
+  // Length of the longest packed sequence of queries and of keys, as far as the caller tells; 0: unknown. The numbers
+  // may be too large.
+  int64_t max_seqlen_q = 0, max_seqlen_k = 0;
   // Key and value in 8 bits, quantized by an earlier call (quant_workspace.cpp), and the sampled rows of the key in 16
   // bits. Of key and value, kernels then read only the sizes, and the values of a recipe with 16-bit values.
   AtenTensorHandle quantized_kv = nullptr, key_samples = nullptr;

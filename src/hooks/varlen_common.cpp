@@ -148,6 +148,7 @@ HookedCall::HookedCall(const BoxedArgs& args, Window window, AtenTensorHandle in
   call.cu_seqlens_q = args.tensor(Arg::kCuSeqlensQ), call.cu_seqlens_k = args.tensor(Arg::kCuSeqlensK);
   call.seqused_k = args.tensor(Arg::kSeqUsedK);
   call.num_splits = args.integer(Arg::kSplits).value_or(0);
+  call.max_seqlen_q = args.integer(Arg::kMaxQ).value_or(0), call.max_seqlen_k = args.integer(Arg::kMaxK).value_or(0);
   if (into == nullptr || dims_of(into) != dims_of(args.tensor(Arg::kQuery))) return;
   this->into = heads_first(into);
   if (is_writable(this->into.get(), call.q, call.v)) call.out = this->into.get();

@@ -14,10 +14,18 @@
 
 namespace flashplug {
 
+namespace {
+
+// Return false if the caller's longest length differs from the only common length.
+bool may_be_common(int64_t length, int64_t longest) { return longest <= 0 || longest == length; }
+
+}  // namespace
+
 std::optional<DenseKernel> find_equal_lengths_kernel(const ForwardCall& call, const CallFacts& p,
                                                      const KernelRow& packed, int device_index, int circumstances) {
   const std::optional<CallFacts> dense = equal_lengths_facts(p);
   if (!dense || is_defined(call.sinks) || is_defined(call.seqused_k)) return {};  // dense kernels have neither
+  if (!may_be_common(dense->Sq, call.max_seqlen_q) || !may_be_common(dense->Sk, call.max_seqlen_k)) return {};
   const int row = find_equal_lengths_row(*dense, packed, device_facts(device_index), tables());
   if (row < 0) return {};
   Kernel* kernel = find_kernel(row, device_index, (circumstances & ~kMustWait) | kIsOptional);

@@ -217,7 +217,8 @@ def test_calls_with_a_dense_kernel_ahead(kernels_on: str, dense_ahead: Callable[
         assert count_dense_kernels(kernels_on, lengths=((200, 100),) * 2, causal="top_left") == 2
         assert count_dense_kernels(kernels_on, lengths=((200, 100),) * 2, causal="bottom_right") == 0
         assert count_dense_kernels(kernels_on, grad_lse=True) == 1  # the forward
-        for settings in ({"window": (40, 0)}, {"softcap": 2.0}, {"sinks": sinks}, {"num_splits": 1}):
+        assert count_dense_kernels(kernels_on, sinks=sinks) == 1  # the backward: the LSE includes the sinks
+        for settings in ({"window": (40, 0)}, {"softcap": 2.0}, {"num_splits": 1}):
             assert count_dense_kernels(kernels_on, **settings) == 0, settings
         assert count_dense_kernels(kernels_on, seqused_k=used) == 0
         assert count_dense_kernels(kernels_on, lengths=((100, 100), (101, 101))) == 0
@@ -225,6 +226,23 @@ def test_calls_with_a_dense_kernel_ahead(kernels_on: str, dense_ahead: Callable[
             assert count_dense_kernels(kernels_on, causal=True) == 2
         startup.push_tables()
         assert count_dense_kernels(kernels_on) == 0  # a small call
+
+
+def test_gradients_with_sinks(kernels_on: str, dense_ahead: Callable[..., None]) -> None:
+    call = make_call(EQUAL, "causal")
+    operands = [call.tensors[name][0].transpose(0, 1).to(kernels_on) for name in "qkv"]
+    do = call.tensors["do"][0].transpose(0, 1).to(kernels_on)
+    leaves = [x.requires_grad_() for x in (*operands, torch.linspace(-1.0, 3.0, HEADS, device=kernels_on))]
+    gradients = []
+    with torch_flashplug.sdpa_backend("fa3"):
+        for is_on in (True, False):
+            dense_ahead(is_on=is_on)
+            bindings.counters(reset=True)
+            out = attention(*leaves[:3], causal=True, sinks=leaves[3], cu_seqlens_q=call.cu_seqlens(0, kernels_on))
+            gradients.append(torch.autograd.grad(out, leaves, do))
+            assert bindings.counters()["dense_ahead"] == is_on
+    for name, actual, expected in zip(("dq", "dk", "dv", "dsinks"), *gradients, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2, msg=name)
 
 
 def test_deterministic_gradients_of_equal_lengths_are_bitwise_equal(
