@@ -184,15 +184,22 @@ bool read_operands(const Tensors& x, int64_t dims, Operand (&operands)[kNumOpera
   return eligible_device(operands[0].meta.device_type) && is_16_bit_float(operands[0].meta.dtype);
 }
 
+// Keys from `begin` on, before `end`.
+struct KeyRange {
+  int64_t begin, end;
+};
+
 // Return the view (B, heads, length, head dim) that ops take, of (B, length, heads, head dim) or of packed (length,
-// heads, head dim). The strides are those of unsqueeze() and transpose().
-TensorHandle as_operand(AtenTensorHandle tensor, int64_t dims, const Shape& shape) {
+// heads, head dim). The strides are those of unsqueeze() and transpose(). A dense call takes a range of the length.
+TensorHandle as_operand(AtenTensorHandle tensor, int64_t dims, const Shape& shape,
+                        const std::optional<KeyRange>& range = {}) {
   const int64_t* size = shape.size + dims - 3;
   const int64_t* stride = shape.stride + dims - 3;
   const int64_t batch = dims == 4 ? shape.size[0] : 1, apart = dims == 4 ? shape.stride[0] : size[0] * stride[0];
-  const int64_t view_size[4] = {batch, size[1], size[0], size[2]};
+  const auto [begin, end] = range.value_or(KeyRange{0, size[0]});
+  const int64_t view_size[4] = {batch, size[1], end - begin, size[2]};
   const int64_t view_stride[4] = {apart, stride[1], stride[0], stride[2]};
-  return view(tensor, 4, view_size, view_stride);
+  return view(tensor, 4, view_size, view_stride, begin * stride[0]);
 }
 
 // Return the inverse of `as_operand()` for a new tensor of an op.
@@ -302,13 +309,42 @@ bool read_plan(Object* plan, const Operand (&operands)[kNumOperands], ForwardCal
 
 // ---- forms of calls ----
 
-// A call whose keys are the first of a cache (B, length, Hkv, D) goes to the kernels of pages only with few rows. For
-// more rows, Python packs the sequences.
+// Return true for few query rows of each KV head. The kernels of pages take such calls with a cache (B, length, Hkv,
+// D).
 bool is_decode_call(const Operand (&operands)[kNumOperands]) {
   const int64_t *q = operands[0].shape.size, *k = operands[1].shape.size, *v = operands[2].shape.size;
   const int64_t rows = q[1], Hkv = k[2];
-  return k[0] == q[0] && Hkv > 0 && rows * (q[2] / Hkv) <= tables().cost_model.max_decode_rows &&
-         has_head_dim(tables().layout, q[3]) && has_head_dim(tables().layout, v[3]);
+  return Hkv > 0 && rows * (q[2] / Hkv) <= tables().cost_model.max_decode_rows && has_head_dim(tables().layout, q[3]) &&
+         has_head_dim(tables().layout, v[3]);
+}
+
+// Return the keys that at least one query sees. The window stays valid for these keys alone.
+KeyRange visible_keys(const Window& window, int64_t rows, int64_t keys) {
+  if (window.bottom_right) return {window.left < 0 ? 0 : std::max<int64_t>(0, keys - rows - window.left), keys};
+  return {0, window.right < 0 ? keys : std::min(keys, rows + window.right)};
+}
+
+// Return true if the window hides keys, other than `is_causal` of F.sdpa does.
+bool hides_keys(const Window& window, int64_t rows, int64_t keys) {
+  const int64_t last_own = window.bottom_right ? keys - 1 : rows - 1, first_own = window.bottom_right ? keys - rows : 0;
+  const bool left = window.left >= 0 && window.left < last_own,
+             right = window.right >= 0 && first_own + window.right < keys - 1;
+  const bool is_top_left = (!window.bottom_right || rows == keys) && window.right == 0 && right && !left;
+  return (left || right) && !is_top_left;
+}
+
+// Return true for a dense call that attention() gives to the op attention_fwd: F.sdpa has no argument for the call, or
+// would read a mask. Other kernels are faster for few query rows.
+bool is_for_attention_op(const Operand (&operands)[kNumOperands], const ForwardCall& call, bool wants_lse,
+                         const KeyRange& keys) {
+  const int64_t *q = operands[0].shape.size, *k = operands[1].shape.size, *v = operands[2].shape.size;
+  const bool requests_splits = call.num_splits != 0 || call.fixed_split_size != 0, is_decode = is_decode_call(operands);
+  if (k[0] != q[0] || v[0] != q[0] || v[1] != k[1] || (requests_splits && is_decode)) return false;
+  if (call.softcap != 0.0) return true;
+  if (is_decode) return false;
+  return call.sinks != nullptr || wants_lse || requests_splits ||
+         (hides_keys(*call.window, q[1], keys.end - keys.begin) && has_head_dim(tables().layout, q[3]) &&
+          has_head_dim(tables().layout, v[3]));
 }
 
 bool is_vector_of_ints(AtenTensorHandle tensor, const TensorMeta& query) {
@@ -331,6 +367,7 @@ struct DirectCall {
   Tensors tensors;
   Operand operands[kNumOperands];
   ForwardCall call;
+  std::optional<KeyRange> keys;  // of a dense call
   int64_t dims() const { return operands[0].meta.dim; }
 };
 
@@ -347,7 +384,7 @@ bool read_call(Object* const* arguments, DirectCall* direct) {
   if (arguments[argument("return_lse")] != p.yes && arguments[argument("return_lse")] != p.no) return false;
   const auto [cu_seqlens_q, cu_seqlens_k, seqused_k] = x.lengths;
   const bool is_packed = cu_seqlens_q != nullptr;
-  if (is_packed ? x.block_table != nullptr : cu_seqlens_k != nullptr || seqused_k == nullptr) return false;
+  if (is_packed ? x.block_table != nullptr : cu_seqlens_k != nullptr) return false;
   const int64_t dims = is_packed ? 3 : 4;
   if (!read_operands(x, dims, operands)) return false;
   const Operand& query = operands[0];
@@ -359,8 +396,16 @@ bool read_call(Object* const* arguments, DirectCall* direct) {
     call.cu_seqlens_q = cu_seqlens_q, call.cu_seqlens_k = cu_seqlens_k == nullptr ? cu_seqlens_q : cu_seqlens_k;
     return read_plan(arguments[argument("plan")], operands, &call);
   }
-  if (!is_none(arguments[argument("plan")]) || !is_vector_of_ints(seqused_k, query.meta)) return false;
-  return x.block_table == nullptr ? is_decode_call(operands) : is_packed_table(x.block_table);
+  if (!is_none(arguments[argument("plan")])) return false;
+  const int64_t rows = query.shape.size[1], keys = operands[1].shape.size[1];
+  if (seqused_k == nullptr) {
+    direct->keys = visible_keys(*call.window, rows, keys);
+    return x.block_table == nullptr &&
+           is_for_attention_op(operands, call, arguments[argument("return_lse")] == p.yes, *direct->keys);
+  }
+  if (!is_vector_of_ints(seqused_k, query.meta)) return false;
+  if (x.block_table != nullptr) return is_packed_table(x.block_table);
+  return operands[1].shape.size[0] == query.shape.size[0] && is_decode_call(operands);
 }
 
 // Run the kernel of a call. Returns false without a kernel.
@@ -369,12 +414,12 @@ bool run_kernel(const DirectCall& direct, ForwardResult* result) {
   const auto& [query, key, value] = direct.operands;
   const int64_t dims = direct.dims();
   ForwardCall call = direct.call;
-  const TensorHandle q = as_operand(x.q, dims, query.shape), k = as_operand(x.k, dims, key.shape),
-                     v = as_operand(x.v, dims, value.shape);
+  const TensorHandle q = as_operand(x.q, dims, query.shape), k = as_operand(x.k, dims, key.shape, direct.keys),
+                     v = as_operand(x.v, dims, value.shape, direct.keys);
   call.q = q.get(), call.k = k.get(), call.v = v.get();
   TensorHandle out, pages, sinks;
   if (x.out != nullptr) call.out = (out = as_operand(x.out, dims, shape_of(x.out))).get();
-  if (dims == 4 && x.block_table == nullptr)
+  if (dims == 4 && x.block_table == nullptr && !direct.keys)
     call.block_table = (pages = pages_of_cache(query.shape.size[0], query.meta)).get();
   if (x.sinks != nullptr && (sinks = widened_sinks(x.sinks)).get() != nullptr) call.sinks = sinks.get();
   if (!attend_by_kernel(&call, result)) return false;

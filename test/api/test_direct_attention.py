@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_flashplug
 from torch_flashplug import VarlenPlan, attention, plan_varlen
-from torch_flashplug.api import attention_args, direct_attention, startup
+from torch_flashplug.api import attention as api_attention
+from torch_flashplug.api import attention_args, direct_attention, startup, varlen
 from torch_flashplug.dispatch import bindings
 
 HQ, HKV, D = 4, 2, 64
@@ -95,17 +97,17 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
         return query.dtype == key.dtype == value.dtype and query.dtype in attention_args.SIXTEEN_BITS
 
     monkeypatch.setattr(direct_attention, "attend", observed)
-    monkeypatch.setattr(attention_args, "has_kernel", has_kernel)
+    for module in (api_attention, attention_args, varlen):
+        monkeypatch.setattr(module, "has_kernel", has_kernel)
     ANSWERS.clear()
     with recorded_launches() as recorder, torch.no_grad():
         yield recorder
 
 
 def took_direct_path() -> bool:
-    """Return True if the last call was direct, and False if the C function refused the call."""
-    (answer,) = ANSWERS
-    ANSWERS.clear()
-    return answer is not None
+    """Return True if the last call was direct, and False if the C function refused the call or was not asked."""
+    assert len(ANSWERS) <= 1
+    return bool(ANSWERS) and ANSWERS.pop() is not None
 
 
 @contextlib.contextmanager
@@ -133,14 +135,75 @@ def check_same_on_both_paths(recorder: Recorder, call: Callable[[], object], is_
     assert launches[0] == launches[1] and len(launches[0]) == is_direct
 
 
-@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("form", FORMS)
-def test_launch_and_results_equal_those_of_the_general_path(recorder: Recorder, form: str, option: str) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        (q, k, v), lengths = make_call(form, dtype)
-        arguments = lengths | OPTIONS[option]
+def test_launch_and_results_equal_those_of_the_general_path(recorder: Recorder, form: str) -> None:
+    for option, settings in OPTIONS.items():
+        (q, k, v), lengths = make_call(form, torch.float16 if option == "plain" else torch.bfloat16)
         recorder.known = {"q": q, "k": k, "v": v}
-        check_same_on_both_paths(recorder, lambda: attention(q, k, v, **arguments))  # noqa: B023
+        check_same_on_both_paths(recorder, lambda: attention(q, k, v, **lengths, **settings))  # noqa: B023
+
+
+# Dense calls: whether the C function takes the call, for many query rows and for few rows.
+DENSE_OPTIONS = {
+    "plain": (False, False),
+    "causal": (False, False),
+    "top_left": (False, False),
+    "window": (True, False),
+    "window_and_causal": (True, False),
+    "no_bounds": (False, False),
+    "softcap": (True, True),
+    "sinks": (True, False),
+    "sinks_of_16_bits": (True, False),
+    "lse": (True, False),
+    "one_split": (False, False),
+}
+DENSE_WINDOWS: tuple[dict[str, object], ...] = (
+    {"window": (None, 3), "causal": "top_left"},
+    {"window": (30, 0), "causal": "top_left"},
+    {"window": (None, 0)},
+    {"window": (300, 0)},
+    {"window": (300, 300)},
+    {"window": (0, 0)},
+    {"window": (3, -1)},
+    {"window": (-1, 7)},
+)
+DENSE_SIZES = ((80, 100), (100, 80), (90, 90))
+
+
+@pytest.mark.parametrize("rows", [80, 2])
+def test_dense_calls_equal_those_of_the_general_path(recorder: Recorder, rows: int) -> None:
+    q, k, v = random_tensor(2, rows, HQ, D), random_tensor(2, 100, HKV, D), random_tensor(2, 100, HKV, D, seed=1)
+    recorder.known = {"q": q, "k": k, "v": v}
+    for option, are_direct in DENSE_OPTIONS.items():
+        for more in ({}, {"out": torch.empty_like(q)}):
+            check_dense(recorder, lambda: attention(q, k, v, **OPTIONS[option], **more), are_direct[rows == 2])  # noqa: B023
+    check_dense(recorder, lambda: attention(q, k, v, num_splits=1, softcap=2.0), rows == 80)
+
+
+def check_dense(recorder: Recorder, call: Callable[[], Tensor], is_direct: bool) -> None:
+    """Compare both paths. A call of F.sdpa launches a kernel or runs math, with the same numbers."""
+    facts = facts_of(call())
+    launches = recorder.take()
+    assert took_direct_path() is is_direct
+    with general_path():
+        assert facts_of(call()) == facts
+    assert recorder.take() == launches
+
+
+@pytest.mark.parametrize("sizes", DENSE_SIZES, ids=str)
+def test_windows_of_dense_calls(recorder: Recorder, sizes: tuple[int, int]) -> None:
+    """Hidden keys at either end are cut off. A window that is `is_causal`, or hides nothing, is left to F.sdpa."""
+    q, k, v = (random_tensor(2, n, h, D, seed=h) for n, h in zip((sizes[0], *2 * sizes[1:]), (HQ, HKV, HKV)))
+    for window, more in itertools.product(DENSE_WINDOWS, ({}, {"return_lse": True}, {"softcap": 2.0})):
+        recorder.known = {"q": q, "k": k, "v": v}
+        with general_path():
+            expected = facts_of(attention(q, k, v, **window, **more))
+        launches = recorder.take()
+        assert facts_of(attention(q, k, v, **window, **more)) == expected
+        assert recorder.take() == launches and len(launches) == 1
+        (answer,) = ANSWERS
+        ANSWERS.clear()
+        assert answer is not None or not more
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -152,12 +215,11 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("form", FORMS)
-def test_layouts_of_operands(recorder: Recorder, form: str, layout: str) -> None:
+def test_layouts_of_operands(recorder: Recorder, form: str) -> None:
     operands, lengths = make_call(form)
-    for changed in ((0,), (1, 2), (0, 1, 2)):
-        q, k, v = (LAYOUTS[layout](x) if i in changed else x for i, x in enumerate(operands))
+    for layout, changed in itertools.product(LAYOUTS.values(), ((0,), (1, 2), (0, 1, 2))):
+        q, k, v = (layout(x) if i in changed else x for i, x in enumerate(operands))
         recorder.known = {"q": q, "k": k, "v": v}
         check_same_on_both_paths(recorder, lambda: attention(q, k, v, **lengths, return_lse=True))  # noqa: B023
 
@@ -351,7 +413,7 @@ def test_forms_that_leave_the_direct_path(recorder: Recorder) -> None:
         attention(*operands, **lengths, **more)
         assert not took_direct_path()
     attention(q, k[:2], v[:2])
-    assert not took_direct_path()
+    assert not ANSWERS  # F.sdpa has all arguments of the call
 
 
 @pytest.mark.parametrize(
@@ -408,8 +470,8 @@ def test_invalid_operands_raise_the_errors_of_the_general_path(recorder: Recorde
             (q, k[..., :32], v), (q, k, v[..., :1, :]), (q[..., :3, :], k, v), (q, k, v.half()), (q, k, v[:1]),
             (q[None], k, v), (q, k[:1], v[:1]),
         ):  # fmt: skip
-            if form.startswith("pages") and operands[1].shape[0] == 1:
-                continue  # a pool may have any number of pages
+            if not form.startswith("cache") and operands[1].shape[0] == operands[2].shape[0] == 1:
+                continue  # only a cache has as many sequences as the query
             with pytest.raises((ValueError, TypeError)):
                 attention(*operands, **lengths)
             assert not took_direct_path() and not recorder.take()

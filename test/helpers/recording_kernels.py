@@ -46,7 +46,8 @@ class _Described(ctypes.Structure):
 
 
 _NONE, _INTEGER, _REAL, _TENSOR = 0, 1, 3, 7  # kinds of packed arguments
-_DTYPES = {(4, 16): torch.bfloat16, (2, 16): torch.float16, (2, 32): torch.float32, (0, 32): torch.int32}
+_DTYPES = {(4, 16): torch.bfloat16, (2, 16): torch.float16, (2, 32): torch.float32}
+_DTYPES |= {(0, 32): torch.int32, (0, 64): torch.int64, (1, 8): torch.bool}
 _READ = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "sinks")  # tensors whose numbers are recorded
 _Kernel = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(_Argument), ctypes.c_int32, ctypes.c_void_p

@@ -170,7 +170,9 @@ def attention(  # noqa: PLR0913
             "attention: attention() must be called outside of context_parallel, but got a call inside, where tensors "
             "hold only the rows of one rank. Call F.scaled_dot_product_attention there."
         )
-    if not torch.compiler.is_compiling() and forward_ad._current_level < 0:
+    is_more_than_sdpa = cu_seqlens_q is not None or seqused_k is not None or window is not None or sinks is not None
+    is_more_than_sdpa = is_more_than_sdpa or return_lse or type(softcap) is not float or softcap != 0.0
+    if is_more_than_sdpa and not torch.compiler.is_compiling() and forward_ad._current_level < 0:
         results = direct_attention.attend(
             q, k, v, causal, window, softcap, sinks, scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
             seqused_k, block_table, k_scale, v_scale, block_mask, num_splits, fixed_split_size, plan, out, return_lse,

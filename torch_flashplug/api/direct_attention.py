@@ -30,7 +30,7 @@ def install() -> None:
     """
 
     def learn() -> None:
-        global attend
+        global attend  # noqa: PLW0603
         with torch.inference_mode():
             bindings.learn_inference_keys()
         tensor = torch.empty(0)
