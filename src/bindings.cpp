@@ -1,5 +1,5 @@
-// C functions bound by torch_flashplug/dispatch/bindings.py with ctypes. No Python object and no exception crosses the
-// boundary.
+// C functions bound by torch_flashplug/dispatch/bindings.py with ctypes. No exception crosses the boundary, and Python
+// objects only where a function says so.
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -14,6 +14,7 @@
 
 #include "core/core.h"
 #include "core/errors.h"
+#include "core/memory_overlap.h"
 #include "core/schemas.h"
 #include "core/state.h"
 #include "dispatch/dispatch.h"
@@ -94,6 +95,8 @@ CallFacts default_call_facts() {
   return p;
 }
 
+TensorBytes tensor_bytes_from_array(const int64_t* x) { return {x[0], x[1], x[2], x[3], x[4], {x + 5, x + 5 + x[4]}}; }
+
 struct Names {
   const char* list;
   const char* const* names;
@@ -124,7 +127,9 @@ const Names kVocabulary[] = {{"backends", kBackendNames},
                              {"varlen call members", kVarlenCallMembers},
                              {"varlen reasons", kVarlenReasonNames},
                              {"varlen kernels", kVarlenKernelNames},
-                             {"varlen facts", kVarlenFactNames}};
+                             {"varlen facts", kVarlenFactNames},
+                             {"attention arguments", kAttentionArgumentNames},
+                             {"plan fields", kPlanFieldNames}};
 
 // Return the device facts, in the order of `kDeviceFactNames`.
 DeviceFacts device_facts_from_array(const int64_t* f) {
@@ -164,6 +169,19 @@ FLASHPLUG_EXPORT int flashplug_varlen_text(const int64_t* facts, int cc, int64_t
   return copy_text(varlen_json(call, decision, Mode{mode}, cc, tables()), out, capacity);
 }
 FLASHPLUG_EXPORT void flashplug_set_prepare_callback(PrepareCallback callback) { set_prepare_callback(callback); }
+
+// Functions of direct_attention.cpp; the objects are Python's.
+FLASHPLUG_EXPORT void flashplug_learn_inference_keys() { learn_inference_keys(); }
+FLASHPLUG_EXPORT void* flashplug_direct_attention(void* tensor, void* parameter, void* plan_type, int64_t words,
+                                                  void* tensor_impl, void* parameter_impl) {
+  return direct_attention_function({tensor, parameter, words, tensor_impl, parameter_impl}, plan_type);
+}
+// Return whether a tensor may share memory with itself, and whether two tensors do. A tensor is described by the
+// members of `TensorBytes`: four numbers, dims, sizes and strides.
+FLASHPLUG_EXPORT int flashplug_may_meet_itself(const int64_t* x) { return may_meet_itself(tensor_bytes_from_array(x)); }
+FLASHPLUG_EXPORT int flashplug_may_overlap(const int64_t* x, const int64_t* y) {
+  return may_overlap(tensor_bytes_from_array(x), tensor_bytes_from_array(y));
+}
 
 FLASHPLUG_EXPORT void flashplug_hold_error(void* exception) { hold_python_error(exception); }
 

@@ -18,80 +18,13 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/python_api.h"
 #include "stock/torch_symbols.h"
 
 // ---- exceptions of Python ----
 
 namespace flashplug {
 namespace {
-
-using Object = void;  // PyObject
-
-// Python's stable C interface. _C is not linked with libpython.
-struct PythonApi {
-  int (*initialized)() = nullptr;
-  Object* (*thread_state)() = nullptr;
-  int (*ensure)() = nullptr;
-  void (*release)(int) = nullptr;
-  Object* (*occurred)() = nullptr;
-  void (*fetch)(Object**, Object**, Object**) = nullptr;
-  void (*normalize)(Object**, Object**, Object**) = nullptr;
-  void (*clear)() = nullptr;
-  void (*set_string)(Object*, const char*) = nullptr;
-  void (*incref)(Object*) = nullptr;
-  void (*decref)(Object*) = nullptr;
-  Object* (*type_of)(Object*) = nullptr;
-  Object* (*traceback_of)(Object*) = nullptr;
-  Object* (*str)(Object*) = nullptr;
-  const char* (*utf8)(Object*, ptrdiff_t*) = nullptr;
-  Object* (*import)(const char*) = nullptr;
-  Object* (*attribute)(Object*, const char*) = nullptr;
-  bool is_complete = true;
-};
-
-// Return the functions of Python's C interface, looked up at the first call.
-const PythonApi& python_api() {
-  static const PythonApi instance = [] {
-    PythonApi p;
-    void* torch = in_process("libtorch_python.so");
-    const auto look = [&](auto& function, const char* name) {
-      void* symbol = dlsym(RTLD_DEFAULT, name);
-      if (symbol == nullptr && torch != nullptr) symbol = dlsym(torch, name);
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol);
-      p.is_complete &= symbol != nullptr;
-    };
-    look(p.initialized, "Py_IsInitialized");
-    look(p.thread_state, "PyGILState_GetThisThreadState");
-    look(p.ensure, "PyGILState_Ensure");
-    look(p.release, "PyGILState_Release");
-    look(p.occurred, "PyErr_Occurred");
-    look(p.fetch, "PyErr_Fetch");
-    look(p.normalize, "PyErr_NormalizeException");
-    look(p.clear, "PyErr_Clear");
-    look(p.set_string, "PyErr_SetString");
-    look(p.incref, "Py_IncRef");
-    look(p.decref, "Py_DecRef");
-    look(p.type_of, "PyObject_Type");
-    look(p.traceback_of, "PyException_GetTraceback");
-    look(p.str, "PyObject_Str");
-    look(p.utf8, "PyUnicode_AsUTF8AndSize");
-    look(p.import, "PyImport_ImportModule");
-    look(p.attribute, "PyObject_GetAttrString");
-    p.is_complete = p.is_complete && torch != nullptr;
-    return p;
-  }();
-  return instance;
-}
-
-class Gil {
- public:
-  Gil() : state_(python_api().ensure()) {}
-  ~Gil() { python_api().release(state_); }
-  Gil(const Gil&) = delete;
-
- private:
-  int state_;
-};
 
 std::string text_of(Object* value) {
   const PythonApi& p = python_api();
@@ -151,11 +84,6 @@ void drop_held_error() {
   if (held == nullptr) return;
   const Gil gil;
   python_api().decref(std::exchange(held, nullptr));
-}
-
-bool has_python() {
-  const PythonApi& p = python_api();
-  return p.is_complete && p.initialized() != 0;
 }
 
 // ---- texts ----

@@ -17,6 +17,18 @@
 
 namespace flashplug {
 
+OnDevice::OnDevice(int device_index) {
+  if (cpu_stub() != CpuStub::kOff) return;
+  int32_t current = -1;
+  check_shim(aoti_torch_get_current_device_index(&current), "get_current_device_index");
+  if (current != device_index) check_shim(aoti_torch_create_device_guard(device_index, &guard_), "create_device_guard");
+  ensure_context(device_index);
+}
+
+OnDevice::~OnDevice() {
+  if (guard_ != nullptr) aoti_torch_delete_device_guard(guard_);
+}
+
 static_assert(sizeof(TVMFFIFunctionCell) == 2 * sizeof(void*),
               "kernel_loader.cpp reads safe_call as the first field behind the object header");
 static_assert(sizeof(TVMFFIObject) == 24, "kernel_loader.cpp knows the object header");
@@ -39,27 +51,6 @@ std::string raised_text() {
   release(error);
   return text;
 }
-
-// Scope with the tensors' device as the current device. The destructor restores the previous device.
-class OnDevice {
- public:
-  explicit OnDevice(int device_index) {
-    if (cpu_stub() != CpuStub::kOff) return;
-    int32_t current = -1;
-    check_shim(aoti_torch_get_current_device_index(&current), "get_current_device_index");
-    if (current != device_index)
-      check_shim(aoti_torch_create_device_guard(device_index, &guard_), "create_device_guard");
-    ensure_context(device_index);
-  }
-  ~OnDevice() {
-    if (guard_ != nullptr) aoti_torch_delete_device_guard(guard_);
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  DeviceGuardHandle guard_ = nullptr;
-};
 
 void run(Kernel& kernel, const Arguments& arguments) {
   TVMFFIAny result{};  // None

@@ -6,6 +6,8 @@
 // - counters.cpp: the global counter from which a persistent kernel fetches tile numbers.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -53,6 +55,18 @@ using CompileCallback = int (*)(const char* name, int cc, int circumstances, voi
 void set_compile_callback(CompileCallback callback);
 
 // ---- launch.cpp ----
+
+// Scope with the tensors' device as the current device. The destructor restores the previous device.
+class OnDevice {
+ public:
+  explicit OnDevice(int device_index);
+  ~OnDevice();
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  DeviceGuardHandle guard_ = nullptr;
+};
 
 // Launch a kernel on its device and on the device's current stream, with a counter for the tile scheduler (launch.cpp).
 // `loads`: parts of the launch may run for the first time, regardless of earlier launches.

@@ -7,6 +7,7 @@
 // - bias.cpp: float masks;
 // - dropout.cpp: seeds of dropout;
 // - sinks.cpp: sinks, the block table and the gradient of the LSE;
+// - cache_pages.cpp: the block table of a cache without pages;
 // - varlen_tile_list.cpp: packed sequences, and the tile lists of a plan;
 // - equal_lengths.cpp: packed sequences of equal lengths as a dense batch;
 // - quant_workspace.cpp: the workspaces of kernels that quantize operands.
@@ -192,6 +193,12 @@ TensorHandle pack_dropout_args(AtenTensorHandle seed, const TensorMeta& query, A
 TensorHandle pack_sink_args(AtenTensorHandle sinks, AtenTensorHandle lse, Arguments* arguments);
 void pack_page_args(const ForwardCall& call, Arguments* arguments);
 TensorHandle pack_dlse(AtenTensorHandle gradient, AtenTensorHandle lse, const CallFacts& p, Arguments* arguments);
+
+// ---- cache_pages.cpp ----
+
+// Return the block table (B, 1) of a cache without pages: the keys of sequence i are page i. No launch, except for the
+// first calls on a device.
+TensorHandle pages_of_cache(int64_t B, const TensorMeta& query);
 
 // ---- varlen_tile_list.cpp: arguments of packed sequences ----
 

@@ -105,8 +105,9 @@ Plan plan_attention_op(const CallFacts& p, const DeviceFacts& device, Mode mode)
                                : plan_in_op(p, device, tables());
 }
 
-// Raise an error for settings that no op takes.
-void check_settings(const ForwardCall& call) {
+// Raise an error for settings that no op takes, and bring the others into the form of kernels.
+void normalize_settings(ForwardCall* given) {
+  ForwardCall& call = *given;
   const auto [left, right, bottom_right] = *call.window;
   if (left < -1 || right < -1)
     throw std::runtime_error("torch_flashplug: the bounds of a window must be -1 (no bound) or more, but got (" +
@@ -123,9 +124,11 @@ void check_settings(const ForwardCall& call) {
                              " with num_splits=" + std::to_string(splits) +
                              " is not valid. Pass only num_splits, or a fixed_split_size in multiples of " +
                              std::to_string(tables().layout.split_unit));
+  // Kernels count in 32 bits. No sequence has twice as many keys as the limit, so a larger size makes no other splits.
+  call.fixed_split_size = std::min(call.fixed_split_size, tables().layout.max_total_rows);
 }
 
-// Read the `kSettings` of an op with settings of attention() into the call. Throw for settings that no op takes.
+// Read the `kSettings` of an op with settings of attention() into the call.
 template <const Schema& op>
 void read_settings(StableIValue* stack, ForwardCall* call) {
   call->window.emplace();
@@ -134,9 +137,6 @@ void read_settings(StableIValue* stack, ForwardCall* call) {
     auto& value = setting.value_in(*call);
     value = box::to<std::remove_reference_t<decltype(value)>>(stack[op[setting.name()]]);
   });
-  check_settings(*call);
-  // Kernels count in 32 bits. No sequence has twice as many keys as the limit, so a larger size makes no other splits.
-  call->fixed_split_size = std::min(call->fixed_split_size, tables().layout.max_total_rows);
 }
 
 }  // namespace
@@ -201,79 +201,6 @@ void check_out(const ForwardCall& call, const ReadFacts& facts) {
     throw std::runtime_error("torch_flashplug: out must be [B, Hq, Sq, Dv] in the dtype and on the device of query.");
 }
 
-// Return the LSE, after a copy of the result into the call's own output, if necessary.
-StableIValue lse_after_copy(AtenTensorHandle out, ForwardResult result) {
-  if (!result.in_place) copy_tensor(out, result.out.get());
-  return box::from_tensor(std::move(result.lse));
-}
-
-template <const Schema& op>
-TensorHandle read_plan(StableIValue* stack, ForwardCall* call) {
-  TensorHandle tile_lists = box::to_optional_tensor(stack[op["plan"]]);
-  call->tile_lists = tile_lists.get();
-  call->plan_key = box::to<int64_t>(stack[op["plan_key"]]);
-  return tile_lists;
-}
-
-template <const Schema& op>
-ForwardResult attention_from_stack(StableIValue* stack, AtenTensorHandle out = nullptr) {
-  const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-                     v = box::to_tensor(stack[op["value"]]), sinks = box::to_optional_tensor(stack[op["sinks"]]);
-  const TensorHandle cu_seqlens_q = box::to_optional_tensor(stack[op["cu_seqlens_q"]]),
-                     cu_seqlens_k = box::to_optional_tensor(stack[op["cu_seqlens_k"]]),
-                     seqused_k = box::to_optional_tensor(stack[op["seqused_k"]]);
-  ForwardCall call{{q.get(), k.get(), v.get()}, mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
-  read_settings<op>(stack, &call);
-  call.out = out;
-  call.sinks = sinks.get();
-  call.cu_seqlens_q = cu_seqlens_q.get(), call.cu_seqlens_k = cu_seqlens_k.get(), call.seqused_k = seqused_k.get();
-  const TensorHandle tile_lists = read_plan<op>(stack, &call);
-  const ReadFacts facts = read_facts(call);
-  check_out(call, facts);
-  check_lengths(call, facts);
-  const CallFacts& p = facts.call;
-  if (is_defined(call.sinks) && is_16_bit(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
-  ForwardResult result;
-  return attend("attention_fwd", call, facts, call.mode, &result) ? std::move(result) : attention_math(call);
-}
-
-void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr Schema op = kAttentionForward;
-  ForwardResult result = attention_from_stack<kAttentionForward>(stack);
-  stack[op.result("out")] = box::from_tensor(std::move(result.out));
-  stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
-}
-
-void planned_lists(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr Schema op = kPlanLists;
-  const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-                     v = box::to_tensor(stack[op["value"]]), cu_seqlens_q = box::to_tensor(stack[op["cu_seqlens_q"]]),
-                     cu_seqlens_k = box::to_tensor(stack[op["cu_seqlens_k"]]),
-                     seqused_k = box::to_optional_tensor(stack[op["seqused_k"]]);
-  ForwardCall call{{q.get(), k.get(), v.get()}, effective_mode()};
-  read_settings<kPlanLists>(stack, &call);
-  call.cu_seqlens_q = cu_seqlens_q.get(), call.cu_seqlens_k = cu_seqlens_k.get(), call.seqused_k = seqused_k.get();
-  const ReadFacts facts = read_facts(call);
-  check_lengths(call, facts);
-  const DeviceFacts device = device_facts(facts.device_index());
-  const bool kernels = cpu_stub() != CpuStub::kMath;
-  const Plan plan = kernels ? plan_attention_op(facts.call, device, call.mode) : Plan{};
-  BackwardPlan backward;
-  if (kernels && box::to<bool>(stack[op["gradients"]])) {
-    CallFacts p = backward_facts(facts);
-    p.grad = true;
-    backward = plan_backward(p, device, by_any(call.mode), tables());
-  }
-  PlannedLists lists = plan_lists(call, facts, plan, backward);
-  stack[op.result("lists")] = box::from_tensor(std::move(lists.lists));
-  stack[op.result("key")] = box::from(lists.key);
-}
-
-void attention_forward_out(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorHandle out = box::to_tensor(stack[kAttentionForwardOut["out"]]);
-  stack[0] = lse_after_copy(out.get(), attention_from_stack<kAttentionForwardOut>(stack, out.get()));
-}
-
 // Only shapes are checked here; kernels clamp the values on the device.
 void check_pages(const ForwardCall& call, const ReadFacts& facts) {
   const CallFacts& p = facts.call;
@@ -311,8 +238,105 @@ void check_splits(const CallFacts& p, int64_t splits) {
                              " make more than 2^31 partial results. Pass a larger size, or fewer sequences.");
 }
 
+// Run a kernel that reads the pages in place. Returns false without a kernel.
+bool attend_pages(const ForwardCall& call, const ReadFacts& facts, ForwardResult* result) {
+  const CallFacts& p = facts.call;
+  const DeviceFacts device = device_facts(facts.device_index());
+  const bool fits = are_pages_readable(call, facts);
+  const Plan plan = fits ? plan_in_op(p, device, tables(), call.num_splits) : Plan{};
+  if (p.split_size > 0 && plan.ours()) check_splits(p, plan.splits.n);
+  note_plan("paged_fwd", p, device, call.mode, plan);
+  const bool math = wants_math(call.mode) || cpu_stub() == CpuStub::kMath;
+  return !math && plan.ours() && our_forward(call, facts, plan, result);
+}
+
+}  // namespace
+
+bool attend_by_kernel(ForwardCall* given, ForwardResult* result) {
+  normalize_settings(given);
+  const ForwardCall& call = *given;
+  const ReadFacts facts = read_facts(call);
+  const bool is_paged = is_defined(call.block_table);
+  check_out(call, facts);
+  is_paged ? check_pages(call, facts) : check_lengths(call, facts);
+  const CallFacts& p = facts.call;
+  if (is_defined(call.sinks) && is_16_bit(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
+  return is_paged ? attend_pages(call, facts, result) : attend("attention_fwd", call, facts, call.mode, result);
+}
+
+namespace {
+
+// Return the LSE, after a copy of the result into the call's own output, if necessary.
+StableIValue lse_after_copy(AtenTensorHandle out, ForwardResult result) {
+  if (!result.in_place) copy_tensor(out, result.out.get());
+  return box::from_tensor(std::move(result.lse));
+}
+
 template <const Schema& op>
-ForwardResult attend_pages(StableIValue* stack, AtenTensorHandle out = nullptr) {
+TensorHandle read_plan(StableIValue* stack, ForwardCall* call) {
+  TensorHandle tile_lists = box::to_optional_tensor(stack[op["plan"]]);
+  call->tile_lists = tile_lists.get();
+  call->plan_key = box::to<int64_t>(stack[op["plan_key"]]);
+  return tile_lists;
+}
+
+template <const Schema& op>
+ForwardResult attention_from_stack(StableIValue* stack, AtenTensorHandle out = nullptr) {
+  const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+                     v = box::to_tensor(stack[op["value"]]), sinks = box::to_optional_tensor(stack[op["sinks"]]);
+  const TensorHandle cu_seqlens_q = box::to_optional_tensor(stack[op["cu_seqlens_q"]]),
+                     cu_seqlens_k = box::to_optional_tensor(stack[op["cu_seqlens_k"]]),
+                     seqused_k = box::to_optional_tensor(stack[op["seqused_k"]]);
+  ForwardCall call{{q.get(), k.get(), v.get()}, mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
+  read_settings<op>(stack, &call);
+  call.out = out;
+  call.sinks = sinks.get();
+  call.cu_seqlens_q = cu_seqlens_q.get(), call.cu_seqlens_k = cu_seqlens_k.get(), call.seqused_k = seqused_k.get();
+  const TensorHandle tile_lists = read_plan<op>(stack, &call);
+  ForwardResult result;
+  return attend_by_kernel(&call, &result) ? std::move(result) : attention_math(call);
+}
+
+void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kAttentionForward;
+  ForwardResult result = attention_from_stack<kAttentionForward>(stack);
+  stack[op.result("out")] = box::from_tensor(std::move(result.out));
+  stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
+}
+
+void planned_lists(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kPlanLists;
+  const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+                     v = box::to_tensor(stack[op["value"]]), cu_seqlens_q = box::to_tensor(stack[op["cu_seqlens_q"]]),
+                     cu_seqlens_k = box::to_tensor(stack[op["cu_seqlens_k"]]),
+                     seqused_k = box::to_optional_tensor(stack[op["seqused_k"]]);
+  ForwardCall call{{q.get(), k.get(), v.get()}, effective_mode()};
+  read_settings<kPlanLists>(stack, &call);
+  normalize_settings(&call);
+  call.cu_seqlens_q = cu_seqlens_q.get(), call.cu_seqlens_k = cu_seqlens_k.get(), call.seqused_k = seqused_k.get();
+  const ReadFacts facts = read_facts(call);
+  check_lengths(call, facts);
+  const DeviceFacts device = device_facts(facts.device_index());
+  const bool kernels = cpu_stub() != CpuStub::kMath;
+  const Plan plan = kernels ? plan_attention_op(facts.call, device, call.mode) : Plan{};
+  BackwardPlan backward;
+  if (kernels && box::to<bool>(stack[op["gradients"]])) {
+    CallFacts p = backward_facts(facts);
+    p.grad = true;
+    backward = plan_backward(p, device, by_any(call.mode), tables());
+  }
+  PlannedLists lists = plan_lists(call, facts, plan, backward);
+  stack[op.result("lists")] = box::from_tensor(std::move(lists.lists));
+  stack[op.result("key")] = box::from(lists.key);
+}
+
+void attention_forward_out(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorHandle out = box::to_tensor(stack[kAttentionForwardOut["out"]]);
+  stack[0] = lse_after_copy(out.get(), attention_from_stack<kAttentionForwardOut>(stack, out.get()));
+}
+
+template <const Schema& op>
+ForwardResult paged_from_stack(StableIValue* stack, AtenTensorHandle out = nullptr) {
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), block_table = box::to_tensor(stack[op["block_table"]]),
                      seqused_k = box::to_tensor(stack[op["seqused_k"]]);
@@ -325,32 +349,20 @@ ForwardResult attend_pages(StableIValue* stack, AtenTensorHandle out = nullptr) 
   call.block_table = block_table.get(), call.seqused_k = seqused_k.get(), call.sinks = sinks.get();
   if (is_defined(k_scale.get())) call.k_scale = k_scale.get();
   if (is_defined(v_scale.get())) call.v_scale = v_scale.get();
-  const ReadFacts facts = read_facts(call);
-  check_out(call, facts);
-  check_pages(call, facts);
-  const CallFacts& p = facts.call;
-  if (is_defined(call.sinks) && is_16_bit(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
-  const DeviceFacts device = device_facts(facts.device_index());
-  const bool fits = are_pages_readable(call, facts);
-  const Plan plan = fits ? plan_in_op(p, device, tables(), call.num_splits) : Plan{};
-  if (p.split_size > 0 && plan.ours()) check_splits(p, plan.splits.n);
-  note_plan("paged_fwd", p, device, call.mode, plan);
-  const bool math = wants_math(call.mode) || cpu_stub() == CpuStub::kMath;
   ForwardResult result;
-  const bool ours = !math && plan.ours() && our_forward(call, facts, plan, &result);
-  return ours ? std::move(result) : paged_math(call);
+  return attend_by_kernel(&call, &result) ? std::move(result) : paged_math(call);
 }
 
 void paged_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kPagedForward;
-  ForwardResult result = attend_pages<kPagedForward>(stack);
+  ForwardResult result = paged_from_stack<kPagedForward>(stack);
   stack[op.result("out")] = box::from_tensor(std::move(result.out));
   stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
 }
 
 void paged_forward_out(StableIValue* stack, uint64_t, uint64_t) {
   const TensorHandle out = box::to_tensor(stack[kPagedForwardOut["out"]]);
-  stack[0] = lse_after_copy(out.get(), attend_pages<kPagedForwardOut>(stack, out.get()));
+  stack[0] = lse_after_copy(out.get(), paged_from_stack<kPagedForwardOut>(stack, out.get()));
 }
 
 void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
@@ -363,6 +375,7 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
                      cu_seqlens_k = box::to_optional_tensor(stack[op["cu_seqlens_k"]]);
   ForwardCall forward{{q.get(), k.get(), v.get()}, mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<kAttentionBackward>(stack, &forward);
+  normalize_settings(&forward);
   forward.cu_seqlens_q = cu_seqlens_q.get(), forward.cu_seqlens_k = cu_seqlens_k.get();
   const TensorHandle tile_lists = read_plan<kAttentionBackward>(stack, &forward);
   BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};

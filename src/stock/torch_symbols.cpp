@@ -52,10 +52,23 @@ constexpr const char* kGraphTask = "_ZN5torch8autograd25get_current_graph_task_i
 constexpr const char* kEvaluatedNode = "_ZN5torch8autograd16get_current_nodeEv";
 constexpr const char* kSequenceNumber = "_ZN2at15sequence_number4peekEv";
 constexpr const char* kRecordThread = "_ZN2at14RecordFunction15currentThreadIdEv";
+constexpr const char* kDispatchKeys = "_ZN3c104impl26raw_local_dispatch_key_setE";
+constexpr const char* kHasCallbacks = "_ZN2at12hasCallbacksEv";
+constexpr const char* kFunctionMode = "_ZN2at4impl27torch_function_mode_enabledEv";
+constexpr const char* kIsNegated = "_ZN2at6native6is_negERKNS_6TensorE";
+constexpr const char* kIsInference = "_ZN2at6native12is_inferenceERKNS_6TensorE";
+constexpr const char* kVersion = "_ZNK2at10TensorBase8_versionEv";
+constexpr const char* kCountWrite = "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE";
 constexpr const char* kLogLevel = "FLAGS_caffe2_log_level";
 
 using ContextFlag = bool (*)(const void* context);
 using TensorFlag = bool (*)(const void* tensor_impl);
+// Dispatch keys that a thread adds and removes, c10::impl::PODLocalDispatchKeySet: sets of bits that differ from the
+// sets of a new thread.
+struct DispatchKeys {
+  uint64_t included = 0, excluded = 0;
+  bool operator==(const DispatchKeys&) const = default;
+};
 
 struct PrivateSymbols {
   void* context = nullptr;
@@ -73,6 +86,13 @@ struct PrivateSymbols {
   void* (*evaluated_node)(void* returned) = nullptr;  // x86-64 passes the address of a returned object first
   uint64_t (*sequence_number)() = nullptr;
   uint64_t (*record_thread)() = nullptr;
+  bool has_dispatch_keys = false;
+  bool (*has_callbacks)() = nullptr;
+  bool (*function_mode)() = nullptr;
+  bool (*is_negated)(const void* tensor) = nullptr;
+  bool (*is_inference)(const void* tensor) = nullptr;
+  int64_t (*version)(const void* tensor) = nullptr;
+  void (*count_write)(const void* tensor) = nullptr;
 };
 
 PrivateSymbols& private_symbols() {
@@ -109,6 +129,13 @@ TorchSymbols look_up_all() {
   hidden.evaluated_node = reinterpret_cast<void* (*)(void*)>(dlsym(cpu, kEvaluatedNode));
   hidden.sequence_number = reinterpret_cast<uint64_t (*)()>(dlsym(cpu, kSequenceNumber));
   hidden.record_thread = reinterpret_cast<uint64_t (*)()>(dlsym(cpu, kRecordThread));
+  hidden.has_dispatch_keys = dlsym(c10, kDispatchKeys) != nullptr;
+  hidden.has_callbacks = reinterpret_cast<bool (*)()>(dlsym(cpu, kHasCallbacks));
+  hidden.function_mode = reinterpret_cast<bool (*)()>(dlsym(cpu, kFunctionMode));
+  hidden.is_negated = reinterpret_cast<bool (*)(const void*)>(dlsym(cpu, kIsNegated));
+  hidden.is_inference = reinterpret_cast<bool (*)(const void*)>(dlsym(cpu, kIsInference));
+  hidden.version = reinterpret_cast<int64_t (*)(const void*)>(dlsym(cpu, kVersion));
+  hidden.count_write = reinterpret_cast<void (*)(const void*)>(dlsym(cpu, kCountWrite));
   hidden.log_level = static_cast<int*>(dlsym(c10, kLogLevel));
   if (void* python = in_process("libtorch_python.so")) symbols.wrap_in_python = dlsym(python, kWrap);
   return symbols;
@@ -127,6 +154,7 @@ struct Driver {
   IsCapturing is_capturing = nullptr;
   int (*mem_alloc)(uint64_t* pointer, size_t bytes) = nullptr;
   int (*memset_async)(uint64_t pointer, unsigned char value, size_t bytes, void* stream) = nullptr;
+  int (*copy_to_device_async)(uint64_t pointer, const void* from, size_t bytes, void* stream) = nullptr;
   int (*stream_create)(void** stream, unsigned flags) = nullptr;
   int (*stream_synchronize)(void* stream) = nullptr;
   int (*stream_destroy)(void* stream) = nullptr;
@@ -148,6 +176,7 @@ const Driver& driver() {
     d.is_capturing = reinterpret_cast<Driver::IsCapturing>(dlsym(library, "cuStreamIsCapturing"));
     d.mem_alloc = reinterpret_cast<decltype(d.mem_alloc)>(dlsym(library, "cuMemAlloc_v2"));
     d.memset_async = reinterpret_cast<decltype(d.memset_async)>(dlsym(library, "cuMemsetD8Async"));
+    d.copy_to_device_async = reinterpret_cast<decltype(d.copy_to_device_async)>(dlsym(library, "cuMemcpyHtoDAsync_v2"));
     d.stream_create = reinterpret_cast<decltype(d.stream_create)>(dlsym(library, "cuStreamCreate"));
     d.stream_synchronize = reinterpret_cast<decltype(d.stream_synchronize)>(dlsym(library, "cuStreamSynchronize"));
     d.stream_destroy = reinterpret_cast<decltype(d.stream_destroy)>(dlsym(library, "cuStreamDestroy_v2"));
@@ -249,6 +278,43 @@ uint64_t TorchSymbols::sequence_number() const { return private_symbols().sequen
 uint64_t TorchSymbols::record_thread() const { return private_symbols().record_thread(); }
 void TorchSymbols::evaluated_node(void* returned) const { private_symbols().evaluated_node(returned); }
 
+namespace {
+
+// Return the dispatch keys of the thread. dlsym() gives the address of a thread's own copy.
+const DispatchKeys& dispatch_keys() {
+  static thread_local const auto* keys =
+      static_cast<const DispatchKeys*>(dlsym(in_process("libc10.so"), kDispatchKeys));
+  return *keys;
+}
+
+DispatchKeys inference_keys;  // set once, before calls run
+
+}  // namespace
+
+void learn_inference_keys() {
+  if (torch_symbols().can_call_directly()) inference_keys = dispatch_keys();
+}
+
+bool TorchSymbols::can_call_directly() const {
+  const PrivateSymbols& f = private_symbols();
+  return f.has_dispatch_keys && f.has_callbacks != nullptr && f.function_mode != nullptr && f.is_negated != nullptr &&
+         f.is_inference != nullptr && f.version != nullptr && f.count_write != nullptr && f.requires_grad != nullptr &&
+         f.tensor_impl_type_info != nullptr && wrap_in_python != nullptr;
+}
+
+bool TorchSymbols::runs_plain_eager_code() const {
+  const DispatchKeys& keys = dispatch_keys();
+  const PrivateSymbols& f = private_symbols();
+  return (keys == DispatchKeys{} || keys == inference_keys) && !f.has_callbacks() && !f.function_mode();
+}
+
+bool TorchSymbols::is_negated(AtenTensorHandle tensor) const { return private_symbols().is_negated(tensor); }
+bool TorchSymbols::is_inference(AtenTensorHandle tensor) const { return private_symbols().is_inference(tensor); }
+int64_t TorchSymbols::version(AtenTensorHandle tensor) const { return private_symbols().version(tensor); }
+void TorchSymbols::count_write(AtenTensorHandle tensor) const {
+  if (!is_inference(tensor)) private_symbols().count_write(tensor);
+}
+
 const char* TorchSymbols::first_missing_symbol() const {
   const PrivateSymbols& f = private_symbols();
   const std::pair<const char*, bool> needed[] = {{kStub, choice_stub != nullptr},
@@ -305,16 +371,36 @@ void ensure_context(int device_index) {
   if (d.device_get(&device, device_index) == 0 && d.primary_context(&context, device) == 0) d.context_set(context);
 }
 
-void* device_zeros(size_t bytes) {
+namespace {
+
+// Return new memory on the current device, filled on a stream of its own; null after a failure.
+template <typename Fill>
+void* filled_memory(size_t bytes, Fill fill) {
   const Driver& d = driver();
-  if (d.mem_alloc == nullptr || d.memset_async == nullptr || d.stream_create == nullptr) return nullptr;
+  if (d.mem_alloc == nullptr || d.stream_create == nullptr) return nullptr;
   RelaxedCapture relaxed;
   uint64_t pointer = 0;
   void* stream = nullptr;
   if (d.mem_alloc(&pointer, bytes) != 0 || d.stream_create(&stream, kStreamNonBlocking) != 0) return nullptr;
-  const bool cleared = d.memset_async(pointer, 0, bytes, stream) == 0 && d.stream_synchronize(stream) == 0;
+  const bool filled = fill(pointer, stream) == 0 && d.stream_synchronize(stream) == 0;
   d.stream_destroy(stream);
-  return cleared ? reinterpret_cast<void*>(pointer) : nullptr;
+  return filled ? reinterpret_cast<void*>(pointer) : nullptr;
+}
+
+}  // namespace
+
+void* device_zeros(size_t bytes) {
+  const Driver& d = driver();
+  if (d.memset_async == nullptr) return nullptr;
+  return filled_memory(bytes,
+                       [&](uint64_t pointer, void* stream) { return d.memset_async(pointer, 0, bytes, stream); });
+}
+
+void* device_copy(const void* from, size_t bytes) {
+  const Driver& d = driver();
+  if (d.copy_to_device_async == nullptr) return nullptr;
+  return filled_memory(
+      bytes, [&](uint64_t pointer, void* stream) { return d.copy_to_device_async(pointer, from, bytes, stream); });
 }
 
 DeviceFacts query_device(int device_index) {

@@ -41,9 +41,22 @@ struct TorchSymbols {
   uint64_t sequence_number() const;
   uint64_t record_thread() const;
   void evaluated_node(void* returned) const;
+  // Questions of a call of attention() that does without torch's dispatcher (direct_attention.cpp).
+  // `can_call_directly()`: whether the others can be asked. `runs_plain_eager_code()`: nothing on the thread may see,
+  // change or record the calls of ops: no tracer, mode, transform, autocast, guard or profiler. `is_negated()`: a view
+  // with lazily negated values. `version()`: the count of writes, of a tensor that is no inference tensor.
+  // `count_write()`: adds a write, unless the tensor is an inference tensor.
+  bool can_call_directly() const;
+  bool runs_plain_eager_code() const;
+  bool is_negated(AtenTensorHandle tensor) const;
+  bool is_inference(AtenTensorHandle tensor) const;
+  int64_t version(AtenTensorHandle tensor) const;
+  void count_write(AtenTensorHandle tensor) const;
   const char* first_missing_symbol() const;  // first symbol that the hook needs and the running torch lacks; null: none
 };
 const TorchSymbols& torch_symbols();
+// Note the dispatch keys of the calling thread as those of plain code in torch.inference_mode.
+void learn_inference_keys();
 void* current_cuda_stream(int device_index);
 bool stream_is_capturing(void* stream);
 // Scope in which driver calls of a capturing thread are allowed and record nothing (relaxed capture mode).
@@ -63,6 +76,7 @@ DeviceFacts query_device(int device_index);
 void ensure_context(int device_index);
 // Return zeros on the current device, never freed; null if memory is short. Works while a stream is captured.
 void* device_zeros(size_t bytes);
+void* device_copy(const void* from, size_t bytes);  // the same with a copy of host memory
 // Scope in which failures of shims are expected and handled. Outside such a scope, older libtorch logs every failed
 // shim with a backtrace.
 class QuietShims {

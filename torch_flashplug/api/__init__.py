@@ -3,6 +3,7 @@
 - `backend`: enable(), disable(), sdpa_backend() and explain().
 - `startup`: The steps that switch the plugin on, once in a process.
 - `attention`: attention().
+- `direct_attention`: Plain calls of attention() in one C function.
 - `attention_args`: The checks of the arguments of attention().
 - `varlen`: attention() of packed sequences, KV caches and paged KV caches.
 - `varlen_args`: The checks of cu_seqlens and seqused_k.

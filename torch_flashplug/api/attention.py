@@ -17,6 +17,7 @@ from ..ops.attention import NO_LENGTHS, NO_PLAN, AttentionParams, Window
 from ..ops.paged import check_page_numbers
 from ..ops.quantize_ahead import QuantizedKV
 from ..torch_hooks import describe_call
+from . import direct_attention
 from .attention_args import (
     DENSE_RULE,
     Scale,
@@ -169,6 +170,15 @@ def attention(  # noqa: PLR0913
             "attention: attention() must be called outside of context_parallel, but got a call inside, where tensors "
             "hold only the rows of one rank. Call F.scaled_dot_product_attention there."
         )
+    is_more_than_sdpa = cu_seqlens_q is not None or seqused_k is not None or window is not None or sinks is not None
+    is_more_than_sdpa = is_more_than_sdpa or return_lse or type(softcap) is not float or softcap != 0.0
+    if is_more_than_sdpa and not torch.compiler.is_compiling() and forward_ad._current_level < 0:
+        results = direct_attention.attend(
+            q, k, v, causal, window, softcap, sinks, scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            seqused_k, block_table, k_scale, v_scale, block_mask, num_splits, fixed_split_size, plan, out, return_lse,
+        )  # fmt: skip
+        if results is not None:
+            return results
     check_bound("max_seqlen_q", max_seqlen_q), check_bound("max_seqlen_k", max_seqlen_k)
     params = params_of(causal, window, softcap, scale, num_splits, fixed_split_size)
     operands, scales = (q, k, v), (k_scale, v_scale)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..dispatch import bindings
 from ..ops.attention import AttentionParams, Window
 from ..ops.quantized_kv import FORMATS, IN_WORDS, multiplied_in
 from ..registry.dispatch_table import (
@@ -360,7 +361,7 @@ def check_out(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], *more: objec
             raise ValueError(
                 "attention: out must not be a lazily negated view (out.is_neg()). Pass a tensor that owns its memory."
             )
-        if _meets_itself(out) or any(_overlap(out, x) for x in tensors[1:]):
+        if bindings.may_meet_itself(out) or any(_overlap(out, x) for x in tensors[1:]):
             raise ValueError(
                 "attention: out must own its memory, but shares memory with itself or an operand. Pass a new tensor."
             )
@@ -372,51 +373,10 @@ def check_out(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], *more: objec
     refuse_forward_mode()
 
 
-def _meets_itself(x: Tensor) -> bool:
-    """Return True if two elements of the tensor may share an address."""
-    reach = 0
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += (size - 1) * stride
-    return False
-
-
 def _overlap(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors may share bytes.
-
-    The answer can be exact for interleaved layouts too: tensors with a common stride between their rows, such as q, k,
-    v and out in one tensor, are known to be apart.
-    """
     if x.is_meta or y.is_meta or x.device != y.device or not (x.numel() and y.numel()):
         return False
-    x_start, y_start = x.untyped_storage(), y.untyped_storage()
-    if (
-        x_start.data_ptr() + x_start.nbytes() <= y_start.data_ptr()
-        or y_start.data_ptr() + y_start.nbytes() <= x_start.data_ptr()
-    ):
-        return False
-    (x_start, x_dims), (y_start, y_dims) = ((t.data_ptr(), _dims_in_bytes(t)) for t in (x, y))
-    distance = y_start - x_start
-    if distance >= _extent(x_dims) or -distance >= _extent(y_dims):
-        return False
-    for step in {stride for stride, _ in (*x_dims, *y_dims)}:
-        inner, within = ([dim for dim in all_dims if dim[0] < step] for all_dims in (x_dims, y_dims))
-        outer = [stride for stride, _ in (*x_dims, *y_dims) if stride >= step]
-        offset = distance % step
-        if not any(stride % step for stride in outer) and _extent(inner) <= offset <= step - _extent(within):
-            return False
-    return True
-
-
-def _dims_in_bytes(x: Tensor) -> list[tuple[int, int]]:
-    """Return (stride, size) of each dim in bytes. The bytes of one element count as a dim."""
-    size = x.element_size()
-    return [(1, size), *((s * size, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1 and s)]
-
-
-def _extent(dims: list[tuple[int, int]]) -> int:
-    return 1 + sum(stride * (size - 1) for stride, size in dims)
+    return bindings.may_overlap(x, y)
 
 
 def _is_plain(query: Tensor, more: tuple[object, ...]) -> bool:

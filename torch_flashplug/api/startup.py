@@ -22,6 +22,7 @@ from ..registry.architectures import BACKENDS
 from ..registry.kernel_spec import KernelSpec
 from ..torch_hooks import describe_call, hook_list, recomputation, tracing
 from ..torch_hooks.distributed import dtensor
+from . import direct_attention
 
 _plan_log = logging.getLogger("torch_flashplug.plan")
 
@@ -119,6 +120,7 @@ def load() -> None:
     """
     _load_core()
     bindings.register_ops("CUDA")
+    direct_attention.install()
     tracing.register()
     for hook in hook_list.REGISTERED_ONCE:
         hook.register()

@@ -15,6 +15,8 @@ from . import table_structs
 from .library import doubles, ints, lib, text
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..registry import dispatch_table, kernel_table, stock_bugs
 
 CPU_SLOT, CUDA_SLOT = 0, 1  # pointers of torch's choice stub; the CPU stub backend of tests uses the pointer for CPU
@@ -153,6 +155,55 @@ def unregister_flash_op() -> None:
 def enable_flash_op_decode(on: bool) -> None:
     """Set whether the flash attention op also serves decode calls."""
     lib().flashplug_enable_flash_op_decode(int(on))
+
+
+# ---- attention() in one C function ----
+
+
+def learn_inference_keys() -> None:
+    """Note the dispatch keys of this thread as the keys of plain code in torch.inference_mode."""
+    lib().flashplug_learn_inference_keys()
+
+
+def direct_attention(tensor: Tensor, parameter: Tensor, plan_type: type) -> Callable[..., object] | None:
+    """Return a C function that serves plain calls of attention(), and returns None for all other calls.
+
+    The function takes all arguments of attention() by position.
+
+    Args:
+        tensor: A tensor of no subclass. Python objects of tensors are read as this object.
+        parameter: A parameter, read in the same way.
+        plan_type: The class of plans.
+
+    Returns:
+        The function, or None if C++ cannot read tensors of the running torch.
+    """
+    words = type(tensor).__base__.__basicsize__ // ctypes.sizeof(ctypes.c_void_p)
+    function = lib().flashplug_direct_attention(
+        tensor, parameter, plan_type, words, tensor._cdata, parameter._cdata
+    )
+    return ctypes.cast(function, ctypes.py_object).value if function else None
+
+
+# ---- memory of tensors ----
+
+
+def may_meet_itself(x: Tensor) -> bool:
+    """Return True if two elements of a tensor may share an address."""
+    return bool(lib().flashplug_may_meet_itself(_bytes_of(x)))
+
+
+def may_overlap(x: Tensor, y: Tensor) -> bool:
+    """Return True if two tensors of a device may share bytes."""
+    return bool(lib().flashplug_may_overlap(_bytes_of(x), _bytes_of(y)))
+
+
+def _bytes_of(x: Tensor) -> ctypes.Array[ctypes.c_int64]:
+    """Return the members of TensorBytes in src/core/memory_overlap.h."""
+    storage = x.untyped_storage()
+    return ints(
+        [x.data_ptr(), storage.data_ptr(), storage.nbytes(), x.element_size(), x.dim(), *x.shape, *x.stride()]
+    )
 
 
 # ---- switches ----

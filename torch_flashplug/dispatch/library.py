@@ -80,6 +80,11 @@ _ROW_KINDS = (
 # Types of the arguments of the C functions, for functions whose arguments ctypes cannot infer.
 _ARGUMENT_TYPES: dict[str, tuple[object, ...]] = {
     "hold_error": (ctypes.py_object,),
+    "direct_attention": (
+        *[ctypes.py_object] * 3, ctypes.c_int64, *[ctypes.c_void_p] * 2,
+    ),
+    "may_meet_itself": (_NUMBERS,),
+    "may_overlap": (_NUMBERS, _NUMBERS),
     "set_mode": (ctypes.c_int64,),
     "learn_node": (ctypes.c_int64,),
     "device_facts": (ctypes.c_int, _NUMBERS),
@@ -103,7 +108,7 @@ _ARGUMENT_TYPES: dict[str, tuple[object, ...]] = {
 # Types of the results. All other functions return an int, where 0 usually means success.
 _RESULT_TYPES: dict[object, tuple[str, ...]] = {
     ctypes.c_int64: ("set_mode", "mode", "effective_mode", "missing_changes"),
-    ctypes.c_void_p: ("wrap_function",),
+    ctypes.c_void_p: ("direct_attention", "wrap_function"),
     None: (
         "clear_packs",
         "clear_rows",
@@ -111,6 +116,7 @@ _RESULT_TYPES: dict[object, tuple[str, ...]] = {
         "device_facts",
         "enable_flash_op_decode",
         "hold_error",
+        "learn_inference_keys",
         "load_pack",
         "read_operands",
         "set_compile_callback",
