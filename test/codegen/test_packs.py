@@ -173,7 +173,7 @@ def backward_products(spec: KernelSpec) -> tuple[int, int]:
 
 def num_main_kernels(spec: KernelSpec) -> int:
     """Return the number of main kernels: a dense causal backward has another kernel for groups of query heads."""
-    return 2 if spec.kind == "bwd" and spec.features == {"causal"} else 1
+    return 2 if spec.kind == "bwd" and spec.features - {"equal"} == {"causal"} else 1
 
 
 def part_products(spec: KernelSpec) -> tuple[int, int]:
