@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from golden_plans import Call, call
 
 import torch_flashplug
@@ -75,6 +76,14 @@ def test_unequal_numbers_of_rows_and_keys() -> None:
     problem = packed_call(32, keys=TOKENS // 2, bottom_right=0)
     assert "(512 rows, 256 keys)" in note(problem) and "causal+equal" in note(problem)
     assert "(512 rows, 256 keys)" in note(packed_call(32, keys=TOKENS // 2, right=ALL))
+
+
+def test_explain_attention_prints_the_note() -> None:
+    q, k, v = (torch.empty(TOKENS, 16, 128, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    cu_seqlens = torch.empty(33, dtype=torch.int32, device="meta")
+    plan = torch_flashplug.explain_attention(q, k, v, causal=True, cu_seqlens_q=cu_seqlens, device="h100")
+    assert plan.kernel == "fwd_sm90_bf16_d128_window+ragged_m128n128s2"
+    assert "If all lengths are equal (512 rows, 512 keys)" in str(plan)
 
 
 def test_limits_are_those_of_the_table() -> None:

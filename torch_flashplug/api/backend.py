@@ -248,7 +248,8 @@ class Plan:
     mask: str = ""  # how torch_flashplug kernels read a float mask
     copies: str = ""  # operands that are copied first, because no kernel reads the present layout
     stock_bug: str = ""  # what stock would do wrong with this call, where the stock bug decided
-    note: str = ""  # a note on the meaning of the call: the alignment of is_causal where Sq and Sk differ
+    # A note on the call: the alignment of is_causal where Sq and Sk differ, or the dense kernels of packed sequences.
+    note: str = ""
     gradients: str = ""  # the backward of a torch_flashplug forward, and why; empty without gradients
     sharing: int = 1  # number of tiles of a KV block in the backward, which share the query heads of a KV head
     part: str = ""  # for a call on several devices, the part of the call that the plan describes

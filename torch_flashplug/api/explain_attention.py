@@ -239,7 +239,8 @@ class _OpRecorder(TorchFunctionMode):
             word = BACKENDS.index(backend) | splits << SPLITS_SHIFT
             kernel_plan = bindings.plan(described, facts, word)
             if kernel_plan["backend"] == backend:
-                fields = {name: kernel_plan[name] for name in ("kernel", "splits", "copies", "gradients", "sharing")}
+                names = ("kernel", "splits", "copies", "note", "gradients", "sharing")
+                fields = {name: kernel_plan[name] for name in names}
                 is_decode = kernel_plan["kernel"].startswith("decode")
                 gate = kernel_plan["gate"] if is_decode else ""
                 return Plan("", backend, **fields, gate=gate, reasons=reasons)
