@@ -361,7 +361,7 @@ def check_out(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], *more: objec
             raise ValueError(
                 "attention: out must not be a lazily negated view (out.is_neg()). Pass a tensor that owns its memory."
             )
-        if bindings.may_meet_itself(out) or any(_overlap(out, x) for x in tensors[1:]):
+        if bindings.may_meet_itself(out.shape, out.stride()) or any(_overlap(out, x) for x in tensors[1:]):
             raise ValueError(
                 "attention: out must own its memory, but shares memory with itself or an operand. Pass a new tensor."
             )
@@ -376,7 +376,13 @@ def check_out(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], *more: objec
 def _overlap(x: Tensor, y: Tensor) -> bool:
     if x.is_meta or y.is_meta or x.device != y.device or not (x.numel() and y.numel()):
         return False
-    return bindings.may_overlap(x, y)
+    return bindings.may_overlap(_bytes_of(x), _bytes_of(y))
+
+
+def _bytes_of(x: Tensor) -> tuple[int, ...]:
+    """Return the members of TensorBytes in src/core/memory_overlap.h."""
+    storage = x.untyped_storage()
+    return x.data_ptr(), storage.data_ptr(), storage.nbytes(), x.element_size(), x.dim(), *x.shape, *x.stride()
 
 
 def _is_plain(query: Tensor, more: tuple[object, ...]) -> bool:

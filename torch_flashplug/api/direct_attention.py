@@ -6,6 +6,7 @@ with invalid arguments. `attention()` then takes the general path, which has the
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 
@@ -33,8 +34,9 @@ def install() -> None:
         global attend  # noqa: PLW0603
         with torch.inference_mode():
             bindings.learn_inference_keys()
-        tensor = torch.empty(0)
-        function = bindings.direct_attention(tensor, torch.nn.Parameter(tensor), VarlenPlan)
+        probes = (torch.empty(0), torch.nn.Parameter(torch.empty(0)))
+        words = torch._C.TensorBase.__basicsize__ // ctypes.sizeof(ctypes.c_void_p)
+        function = bindings.direct_attention(probes, words, tuple(probe._cdata for probe in probes), VarlenPlan)
         attend = function or _refuse
 
     thread = threading.Thread(target=learn)

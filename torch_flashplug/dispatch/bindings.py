@@ -15,8 +15,6 @@ from . import table_structs
 from .library import doubles, ints, lib, text
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ..registry import dispatch_table, kernel_table, stock_bugs
 
 CPU_SLOT, CUDA_SLOT = 0, 1  # pointers of torch's choice stub; the CPU stub backend of tests uses the pointer for CPU
@@ -165,45 +163,40 @@ def learn_inference_keys() -> None:
     lib().flashplug_learn_inference_keys()
 
 
-def direct_attention(tensor: Tensor, parameter: Tensor, plan_type: type) -> Callable[..., object] | None:
+def direct_attention(
+    probes: tuple[object, object], words: int, contents: tuple[int, int], plan_type: type
+) -> Callable[..., object] | None:
     """Return a C function that serves plain calls of attention(), and returns None for all other calls.
 
     The function takes all arguments of attention() by position.
 
     Args:
-        tensor: A tensor of no subclass. Python objects of tensors are read as this object.
-        parameter: A parameter, read in the same way.
+        probes: A tensor of no subclass, and a parameter. Tensors are read in the places found in these objects.
+        words: Size of the objects in C, in words.
+        contents: Addresses of torch's tensors in the objects.
         plan_type: The class of plans.
 
     Returns:
         The function, or None if C++ cannot read tensors of the running torch.
     """
-    words = type(tensor).__base__.__basicsize__ // ctypes.sizeof(ctypes.c_void_p)
-    function = lib().flashplug_direct_attention(
-        tensor, parameter, plan_type, words, tensor._cdata, parameter._cdata
-    )
+    function = lib().flashplug_direct_attention(*probes, plan_type, words, *contents)
     return ctypes.cast(function, ctypes.py_object).value if function else None
 
 
 # ---- memory of tensors ----
 
 
-def may_meet_itself(x: Tensor) -> bool:
+def may_meet_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Return True if two elements of a tensor may share an address."""
-    return bool(lib().flashplug_may_meet_itself(_bytes_of(x)))
+    return bool(lib().flashplug_may_meet_itself(ints((0, 0, 0, 0, len(sizes), *sizes, *strides))))
 
 
-def may_overlap(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors of a device may share bytes."""
-    return bool(lib().flashplug_may_overlap(_bytes_of(x), _bytes_of(y)))
+def may_overlap(x: Sequence[int], y: Sequence[int]) -> bool:
+    """Return True if two tensors of a device may share bytes.
 
-
-def _bytes_of(x: Tensor) -> ctypes.Array[ctypes.c_int64]:
-    """Return the members of TensorBytes in src/core/memory_overlap.h."""
-    storage = x.untyped_storage()
-    return ints(
-        [x.data_ptr(), storage.data_ptr(), storage.nbytes(), x.element_size(), x.dim(), *x.shape, *x.stride()]
-    )
+    A tensor is given by the members of TensorBytes in src/core/memory_overlap.h.
+    """
+    return bool(lib().flashplug_may_overlap(ints(x), ints(y)))
 
 
 # ---- switches ----
