@@ -136,7 +136,7 @@ SHARED = (
 @contextlib.contextmanager
 def shared_heads_from(rows: int) -> Iterator[None]:
     """Share query heads if sharing saves a tile at least the given number of rows."""
-    cost_model = dataclasses.replace(dispatch_table.COST_MODEL, min_rows_saved=rows)
+    cost_model = dataclasses.replace(dispatch_table.COST_MODEL, min_rows_saved=rows, rows_per_sum=0)
     bindings.push_rows(kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, cost_model, stock_bugs.STOCK_BUGS)
     try:
         yield

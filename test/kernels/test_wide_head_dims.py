@@ -47,11 +47,10 @@ def test_columns_without_a_value_stay_untouched(kernels_on: str) -> None:
     wider = torch.full((*v.shape[:3], 384), float("nan"), dtype=v.dtype, device=v.device)
     wider[..., :264] = v
     with torch_flashplug.sdpa_backend("fa3"), torch.no_grad():
-        expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         out = torch.full((1, 4, 65, 384), 7.0, dtype=v.dtype, device=v.device)[..., :264]
-        torch.ops.torch_flashplug.attention_fwd_out(
-            out, q, k, wider[..., :264], None, None, None, None, -1, -1, True, 0.0, None
-        )
+        settings = None, None, None, None, -1, -1, True, 0.0, None
+        expected = torch.ops.torch_flashplug.attention_fwd(q, k, v, *settings)[0]
+        torch.ops.torch_flashplug.attention_fwd_out(out, q, k, wider[..., :264], *settings)
     assert torch.equal(out, expected)
     assert (out.as_strided((1, 4, 65, 384), (4 * 65 * 384, 65 * 384, 384, 1))[..., 264:] == 7.0).all()
 

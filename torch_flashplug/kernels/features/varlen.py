@@ -61,7 +61,7 @@ class VarlenFeature(KernelFeatures):
             capacity = (inputs.keys if list_spec.of_keys else inputs.rows) // list_spec.size + inputs.sequences
             first_entry = cute.make_ptr(Int32, (start + ENTRY_INTS).toint(), cute.AddressSpace.gmem, assumed_align=16)
             entries = cute.make_tensor(first_entry, cute.make_layout((capacity, ENTRY_INTS), stride=(ENTRY_INTS, 1)))
-            lists[list_spec.name] = VarlenTileList(entries, cute.make_tensor(start, cute.make_layout(3)))
+            lists[list_spec.name] = VarlenTileList(entries, cute.make_tensor(start, cute.make_layout(4)))
             start = start + (capacity + 1) * ENTRY_INTS
         return VarlenAddressing(**lists, total_keys=inputs.keys, skips_equal_lengths=inputs.compares_lengths)
 

@@ -211,6 +211,8 @@ class TileListBuilder:
             cute.arch.store(self.tile_list.header.iterator + 2, Int32(lengths_are_equal))
         if (not lengths_are_equal) | (self.inputs.is_plan != 0):
             self.make_list()
+        if lengths_are_equal & (self.thread == 0):
+            cute.arch.store(self.tile_list.header.iterator + 3, Int32(0))
 
     @cute.jit
     def make_list(self):
@@ -367,6 +369,7 @@ class TileListBuilder:
             self.store(position, EMPTY_ENTRY)
         if self.thread == 0:
             cute.arch.store(self.tile_list.header.iterator, total)
+            cute.arch.store(self.tile_list.header.iterator + 3, total)
 
     def store(self, position: Int32, entry: TileListEntry) -> None:
         values = cute.make_rmem_tensor((ENTRY_INTS,), Int32)

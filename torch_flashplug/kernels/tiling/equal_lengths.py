@@ -53,18 +53,15 @@ class ConditionalAddressing(TileAddressing):
         """Return True if the lengths give the launch work. All lanes of a warp take part, with the same result."""
         raise NotImplementedError
 
-    def has_work(self) -> Boolean:
-        """Return `lengths_have_work()`, and let the next launch start and wait for the end of the current launch."""
+    def start_next_launch(self) -> None:
+        """Let the next launch start and wait for the end of the current launch."""
         if overlaps_launches():
             cute.arch.griddepcontrol_launch_dependents()
+
+    def has_work(self) -> Boolean:
+        """Return `lengths_have_work()`, and let the next launch start."""
+        self.start_next_launch()
         return self.lengths_have_work()
-
-    def blocks_with_work(self, count: Int32) -> Int32:
-        """Return the number of blocks of a head: `count`, or 0 without work.
-
-        The result is uniform for the compiler, too. ptxas would serialize every product otherwise.
-        """
-        return cute.arch.make_warp_uniform(cutlass.select_(self.has_work(), count, 0))
 
 
 @dataclass(frozen=True)
@@ -84,3 +81,10 @@ class EqualLengthsAddressing(ConditionalAddressing, DenseAddressing):
 
     def blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
         return self.blocks_with_work(DenseAddressing.blocks_of_keys(self, Sk, size))
+
+    def blocks_with_work(self, count: Int32) -> Int32:
+        """Return the number of blocks of a head: `count`, or 0 without work.
+
+        The result is uniform for the compiler, too. ptxas would serialize every product otherwise.
+        """
+        return cute.arch.make_warp_uniform(cutlass.select_(self.has_work(), count, 0))

@@ -157,15 +157,17 @@ class VarlenTileList:
     # (capacity, ENTRY_INTS) Int32, 16-byte aligned. Entries behind the last entry are zero, except for a last value of
     # 1.
     entries: cute.Tensor
-    # (3,) Int32: number of entries; for a sorted list, the total work as a multiple of the work of the first entry; 1
-    # if all lengths are equal. The last number is set only if the lengths have been compared.
+    # (4,) Int32: number of entries; for a sorted list, the total work as a multiple of the work of the first entry; 1
+    # if all lengths are equal; number of entries, or 0 if all lengths are equal. The last two numbers are set only if
+    # the lengths have been compared.
     header: cute.Tensor
 
     def capacity(self) -> Int32:
         return self.entries.shape[0]
 
-    def count(self) -> Int32:
-        return cute.arch.make_warp_uniform(self.header[0])
+    def count(self, unless_equal: Int32 | int = 0) -> Int32:
+        """Return the number of entries. With `unless_equal` 1, return 0 if all lengths are equal."""
+        return cute.arch.make_warp_uniform(self.header[3 * unless_equal])
 
     def lengths_differ(self) -> cutlass.Boolean:
         """Return True if not all lengths are equal. The lengths must have been compared."""
@@ -263,7 +265,8 @@ class VarlenAddressing(ConditionalAddressing):
         return self.rows.capacity()
 
     def blocks_of_rows(self, Sq: Int32, size: int) -> Int32:
-        return self.blocks_with_work(self.rows.count())
+        self.start_next_launch()
+        return self.rows.count(self.skips_equal_lengths)
 
     def heads_per_l2_group(self, fitting_heads: Int32, heads: Int32, group: Int32, of_keys: bool = False) -> Int32:
         """Return the number of heads per L2 group, large enough to keep the last tile from running on alone.
@@ -288,7 +291,8 @@ class VarlenAddressing(ConditionalAddressing):
         return self.keys.capacity()
 
     def blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
-        return self.blocks_with_work(self.keys.count())
+        self.start_next_launch()
+        return self.keys.count(self.skips_equal_lengths)
 
     def of_rows(self, order: TileScheduler, sizes: SeqlenInfo, kv_heads: Int32) -> VarlenTileGrid:
         return VarlenTileGrid(order, sizes, kv_heads, entries=self.rows)
