@@ -324,8 +324,8 @@ KeyRange visible_keys(const Window& window, int64_t rows, int64_t keys) {
   return {0, window.right < 0 ? keys : std::min(keys, rows + window.right)};
 }
 
-// Return true if the window hides keys, other than `is_causal` of F.sdpa does.
-bool hides_keys(const Window& window, int64_t rows, int64_t keys) {
+// Return true if the window masks keys, but not exactly those of `is_causal` of F.sdpa.
+bool masks_keys_unlike_sdpa(const Window& window, int64_t rows, int64_t keys) {
   const int64_t last_own = window.bottom_right ? keys - 1 : rows - 1, first_own = window.bottom_right ? keys - rows : 0;
   const bool left = window.left >= 0 && window.left < last_own,
              right = window.right >= 0 && first_own + window.right < keys - 1;
@@ -343,7 +343,7 @@ bool is_for_attention_op(const Operand (&operands)[kNumOperands], const ForwardC
   if (call.softcap != 0.0) return true;
   if (is_decode) return false;
   return call.sinks != nullptr || wants_lse || requests_splits ||
-         (hides_keys(*call.window, q[1], keys.end - keys.begin) && has_head_dim(tables().layout, q[3]) &&
+         (masks_keys_unlike_sdpa(*call.window, q[1], keys.end - keys.begin) && has_head_dim(tables().layout, q[3]) &&
           has_head_dim(tables().layout, v[3]));
 }
 

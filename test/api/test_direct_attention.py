@@ -143,7 +143,7 @@ def test_launch_and_results_equal_those_of_the_general_path(recorder: Recorder, 
         check_same_on_both_paths(recorder, lambda: attention(q, k, v, **lengths, **settings))  # noqa: B023
 
 
-# Dense calls: whether the C function takes the call, for many query rows and for few rows.
+# Dense calls: whether the C function takes the call, for 80 query rows and for decode.
 DENSE_OPTIONS = {
     "plain": (False, False),
     "causal": (False, False),
@@ -192,7 +192,7 @@ def check_dense(recorder: Recorder, call: Callable[[], Tensor], is_direct: bool)
 
 @pytest.mark.parametrize("sizes", DENSE_SIZES, ids=str)
 def test_windows_of_dense_calls(recorder: Recorder, sizes: tuple[int, int]) -> None:
-    """Hidden keys at either end are cut off. A window that is `is_causal`, or hides nothing, is left to F.sdpa."""
+    """Masked keys at either end are cut off. A window that is `is_causal`, or masks nothing, is left to F.sdpa."""
     q, k, v = (random_tensor(2, n, h, D, seed=h) for n, h in zip((sizes[0], *2 * sizes[1:]), (HQ, HKV, HKV)))
     for window, more in itertools.product(DENSE_WINDOWS, ({}, {"return_lse": True}, {"softcap": 2.0})):
         recorder.known = {"q": q, "k": k, "v": v}
