@@ -94,7 +94,7 @@ int __tvm_ffi_fwd_sm90_bf16_d64_full_m128n128s2(void *self, const Any *args, int
 #define SAME(name) int __tvm_ffi_##name(void *self, const Any *args, int32_t n, Any *result) { \
   return __tvm_ffi_fwd_sm90_bf16_d64_full_m128n128s2(self, args, n, result); }
 SAME(fwd_sm90_bf16_d128_full_m128n128s2)
-SAME(decode_sm90_bf16_d64_full_m64n64s2)
+SAME(decode_sm90_bf16_d64_full_m64n64s3)
 SAME(fwd_sm80_bf16_d64_full_m64n64s1)
 SAME(fwd_sm80_bf16_d64_full_m64n64s1e)
 SAME(bwd_sm90_bf16_d64_full_m64n128s4)
@@ -174,7 +174,7 @@ def test_launch_packs_the_abi_of_decode(fake_pack: ctypes.CDLL) -> None:
     query = torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16)
     key = torch.zeros(1, 2, 2048, 64, dtype=torch.bfloat16)
     q, kv, shared = [64, 64, 64, 1], [64, 131072, 64, 1], {"lse": [4, 1, 1], "partials": [1]}
-    bindings.push_rows((*KERNELS, KernelRow("decode", 90, 64, 64, ("full",), 64, 64, 2)), (), dispatch_table.COST_MODEL)
+    bindings.push_rows((*KERNELS, KernelRow("decode", 90, 64, 64, ("full",), 64, 64, 3)), (), dispatch_table.COST_MODEL)
     for splits, cluster in ((1, 1), (2, 2), (9, 1)):
         bindings.set_mode(FA3 | splits << SPLITS_SHIFT)
         OVERRIDEABLE_OP(query, key, key)

@@ -1,4 +1,4 @@
-"""Which packed sequences have a dense kernel ahead, for the case that all lengths are equal. No GPU."""
+"""Dense kernels ahead of packed sequences, for the case that all lengths are equal. No GPU."""
 
 from __future__ import annotations
 

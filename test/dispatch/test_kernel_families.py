@@ -273,7 +273,7 @@ def test_sm80_splits_need_a_decode_kernel_and_no_cluster() -> None:
         plan = bindings.plan(problem, DEVICES["h100"], mode)
         assert (plan["backend"], plan["kernel"]) == ("fa2", decode.specs()[0].name())
         assert (plan["splits"], plan["cluster"]) == (splits, 1)
-    push_tables((*FORWARDS, KernelRow("decode", 90, 128, 128, ("full",), 64, 64, 1, 500)))
+    push_tables((*FORWARDS, KernelRow("decode", 90, 128, 128, ("full",), 64, 64, 3, 500)))
     assert bindings.plan(problem, DEVICES["h100"], FA3 | 4 << SPLITS_SHIFT)["cluster"] == 4
 
 

@@ -100,9 +100,17 @@ CLAIMS: dict[str, Iterator[tuple[str, str]]] = {
         (served(call((1, 32, 8), (rows, 4096), (d, d), **bias)), "fa3")
         for d in MULTIPLES_OF_8 for rows in (1, 16, 64, 65) for bias in ({"bias": 1}, {"bias32": 1})
     ),
-    "| fp32, fp64, D above 256 | stock |": (
-        (served(problem), "stock") for problem in (long_call(128, **FP32), long_call(128, **FP64), long_call(264))
+    "| fp32, fp64, D above 512 | stock |": (
+        (served(problem), "stock") for problem in (long_call(128, **FP32), long_call(128, **FP64), long_call(520))
     ),
+    "| D = Dv 264 to 512 in steps of 8, full or causal, GQA and MQA, no gradients | `fa3` |": (
+        (served(long_call(d, causal=causal)), "fa3") for d in range(264, 513, 8) for causal in (0, 1)
+    ),
+    "| D above 256 with gradients, or D != Dv | stock |": ((served(long_call(320, grad=1)), "stock") for _ in (0,)),
+    "| D above 256 with a float mask, dropout or an 8-bit precision | stock |": (
+        (served(long_call(320, **facts)), "stock") for facts in ({"bias": 1}, {"dropout_p": 0.1})
+    ),
+    "| bool masks with D above 256 | stock |": ((served(long_call(512, mask=1)), "stock") for _ in (0,)),
     "**H100, H200 (9.0)**": ((served(long_call(128), device), "fa3") for device in ("h100", "h200")),
     "opt in with `sdpa_backend(\"fa2\")`, or with `TORCH_FLASHPLUG_BACKEND=fa2`": (
         (served(long_call(128), device, mode), backend)

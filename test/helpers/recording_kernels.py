@@ -74,7 +74,7 @@ class Recorder:
         self._kernels: dict[str, object] = {}  # callbacks that C++ may call
 
     def take(self) -> list[tuple[str, dict[str, object]]]:
-        """Return the names and arguments of the launches, and forget them."""
+        """Return the names and arguments of the launches, and forget the launches."""
         launches, self._launches = self._launches, []
         return launches
 

@@ -323,7 +323,7 @@ def test_graph_replayed_with_equal_and_other_lengths(has_plan: bool, captured_eq
 
 @pytest.mark.gpu
 def test_calls_one_behind_the_other_wait_for_each_other() -> None:
-    """Launches of a call overlap: each kernel must wait for the results of the previous ones."""
+    """Launches of a call overlap: each kernel must wait for the results of the previous launch."""
     sequences, length = 32, 512
     draw = torch.Generator("cuda").manual_seed(SEED)
     q, k, v = (torch.randn(sequences * length, 8, 64, generator=draw, device="cuda").bfloat16() for _ in range(3))

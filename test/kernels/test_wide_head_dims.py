@@ -1,7 +1,7 @@
 """Head dims above 256: forwards and decodes on Hopper, against fp64, through F.sdpa and the op of attention().
 
 Each of two forward tiles has half of the columns of V and O. A decode has two warpgroups with half of the columns each.
-Windows, packed sequences and masks of these kernels are in the tests of those features.
+Windows, packed sequences and masks of the same kernels are in the tests of each feature.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ H100, FA3 = DEVICES["h100"], torch_flashplug.sdpa_backend("fa3").mode
 @pytest.mark.parametrize("dtype", ELEMENTS_16BIT)
 @pytest.mark.parametrize("name", [case.name for case in WIDE_CASES])
 def test_output_and_lse_of_wide_heads(kernels_on: str, name: str, dtype: str) -> None:
-    """Both column tiles write their half of the output, and one of them writes the LSE."""
+    """Each column tile writes half of the output, and the first column tile writes the LSE."""
     case = case_named(name).with_dtype(dtype)
     inputs = make_inputs(case, kernels_on, SEED)
     bindings.counters(reset=True)
@@ -83,14 +83,14 @@ def test_features_without_a_wide_kernel_are_refused(facts: dict) -> None:
 
 def test_faults_of_stock_are_not_assumed_for_wide_heads() -> None:
     """The evidence is of head dims up to 256: cuDNN and flash do not take larger ones."""
-    for facts in ({"scale": bindings.SCALE_IDS["negative"]}, {"mask": 1}):
+    for facts, backend in (({"scale": bindings.SCALE_IDS["negative"]}, "fa3"), ({"mask": 1}, "stock")):
         assert bindings.plan(call(WIDE[0], WIDE[1], (256, 256), **facts), H100)["stock_bug"]
         plan = bindings.plan(call(*WIDE, **facts), H100)
-        assert plan["backend"] == "stock" and not plan["stock_bug"]
+        assert plan["backend"] == backend and not plan["stock_bug"]
 
 
 def test_splits_of_a_wide_decode_are_combined_in_memory() -> None:
-    """The results of a CTA do not fit in its stages of V, where the CTAs of a cluster would read them."""
+    """The results of a CTA do not fit in its stages of V, where the CTAs of a cluster read results."""
     for keys in (256, 4096, 100000):
         plan = bindings.plan(call((1, 8, 1), (1, keys), (512, 512)), H100, FA3)
         assert plan["kernel"].startswith("decode_sm90_bf16_d512_full") and plan["cluster"] == 1 < plan["splits"]

@@ -195,7 +195,6 @@ _LARGE = "2026-11-29 H200, torch 2.11 + cuDNN 9.19 (docs/experiments/forward.md)
 _ODD = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd"
 _DECODE = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode"
 _GROWING = "2026-11-27 H100, torch 2.11 + cuDNN 9.19, one more key per call: stock plans anew, 36 to 75 ms of host time"
-_REGROUPED = "2026-11-27 H100, torch 2.11, cuDNN 9.19, D 104 to 120, groups of 4, 5, 8 (docs/experiments/backward.md)"
 _SHORT = "2026-11-27 H100, torch 2.11, cuDNN 9.19, D 32, 40, 64, 200 to 256 rows and keys (docs/experiments/forward.md)"
 _EIGHT = "2026-11-26 H100 and H200, torch 2.11, bench --suite eightbit"
 _WINDOWS = "2026-11-26 H100, 16k tokens, by the profiler (docs/experiments/varlen.md)"
@@ -358,10 +357,6 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "square", 90, True, "full", 121, 128, 513, 2048, 513, 2048, 0, 0.987, _TODAY, 1.046, 0, 4096),
     ChoiceRow("fwd", "square", 90, True, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 1.032, _GRAD),
     ChoiceRow("fwd", "square", 90, True, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.066, _GRAD),
-    # Grouped heads: a KV head has more query rows than two query heads have.
-    ChoiceRow("fwd", "square", 90, True, "causal", 97, 120, 1025, 2048, 1, ANY, 0, 0.842, _REGROUPED, min_packed=4097),
-    ChoiceRow("fwd", "square", 90, True, "causal", 97, 120, 2049, 4096, 1, ANY, 0, 0.781, _REGROUPED, min_packed=8193),
-    ChoiceRow("fwd", "square", 90, True, "causal", 97, 120, 4097, 8192, 1, ANY, 0, 0.825, _REGROUPED, min_packed=16385),
     ChoiceRow("fwd", "square", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _WIDE),
     ChoiceRow("fwd", "square", 90, True, "full", 129, 256, _MIN_SQ, 256, 1025, ANY, 0, 1.052, _TODAY, 1.181),
     ChoiceRow("fwd", "square", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 64, 1.706, _WIDE),
