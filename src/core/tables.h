@@ -285,16 +285,17 @@ struct CostModelRow {
   int64_t rows_per_sum;     // the time of adding up the results of such a tile, in consecutive query rows
   int64_t max_cluster;      // maximal number of CTAs of a cluster with sums in shared memory
   int64_t min_equal_rows;   // minimal mean length of packed sequences for a dense kernel that needs equal lengths
-  double packed_wave_ns;    // extra time of a call with packed rows, for every wave of CTAs
-  double occupancy;         // share of the SMs to be filled by tiles where keys cannot be split
-  double cluster_ns;        // waiting time inside a cluster
-  double cluster_rate;      // rate of a warpgroup's sums of peer results, bytes per ns
-  double combine_ns;        // cost of splits beyond a cluster: time of a second kernel
-  double combine_rate;      // rate of partial results through global memory, bytes per ns
-  double read_efficiency;   // share of the memory rate reached by reading K and V
-  double min_gain_of_sharing_ns;  // minimal time to be saved by several CTAs on an SM
-  double unknown_rate;            // assumed memory rate of a device with an unknown rate, bytes per ns
-  double min_equal_ns;            // minimal estimated time of the dense forward of such packed sequences
+  int64_t min_equal_rows_of_gradients;  // the same for a backward
+  double packed_wave_ns;                // extra time of a call with packed rows, for every wave of CTAs
+  double occupancy;                     // share of the SMs to be filled by tiles where keys cannot be split
+  double cluster_ns;                    // waiting time inside a cluster
+  double cluster_rate;                  // rate of a warpgroup's sums of peer results, bytes per ns
+  double combine_ns;                    // cost of splits beyond a cluster: time of a second kernel
+  double combine_rate;                  // rate of partial results through global memory, bytes per ns
+  double read_efficiency;               // share of the memory rate reached by reading K and V
+  double min_gain_of_sharing_ns;        // minimal time to be saved by several CTAs on an SM
+  double unknown_rate;                  // assumed memory rate of a device with an unknown rate, bytes per ns
+  double min_equal_ns;                  // minimal estimated time of the dense forward of such packed sequences
   // Largest share of the SMs that clusters of so many CTAs may fill; 0: no limit.
   double cluster_share[kMaxInCluster + 1];
 };

@@ -30,7 +30,7 @@ std::optional<CallFacts> equal_lengths_facts(const CallFacts& p) {
 int find_equal_lengths_row(const CallFacts& dense, const KernelRow& packed, const DeviceFacts& device,
                            const Tables& tables) {
   const CostModelRow& least = tables.cost_model;
-  if (dense.Sq < least.min_equal_rows) return -1;
+  if (dense.Sq < (packed.kind == kFwd ? least.min_equal_rows : least.min_equal_rows_of_gradients)) return -1;
   const int forward = find_kernel_row(dense, kFwd, packed.family, device, tables);
   if (forward < 0 || estimate(dense, tables.kernels[forward], device, tables) < least.min_equal_ns) return -1;
   CallFacts with_gradients = dense;

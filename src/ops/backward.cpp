@@ -96,10 +96,11 @@ TensorHandle delta_of(AtenTensorHandle row_stats, const CallFacts& p) {
   return new_like(row_stats, 3, size, stride, view(row_stats, 3, size, from, padded).get());
 }
 
-// Launch the dense kernel for packed sequences of equal lengths.
-void run_dense_backward(const DenseKernel& dense, const BackwardCall& call, const BackwardInputs& inputs,
-                        AtenTensorHandle dq_workspace, const BackwardResult& result, const TensorMeta& query) {
-  const TensorHandle row_stats = new_row_stats(dense.facts, *dense.row, query);
+// Launch the dense kernel for packed sequences of equal lengths. Returns the row statistics, which must live until the
+// next launch: the list kernel runs beside the dense kernel, so the tile lists must not get the same memory.
+TensorHandle run_dense_backward(const DenseKernel& dense, const BackwardCall& call, const BackwardInputs& inputs,
+                                AtenTensorHandle dq_workspace, const BackwardResult& result, const TensorMeta& query) {
+  TensorHandle row_stats = new_row_stats(dense.facts, *dense.row, query);
   TensorHandle grads[3];
   for (int i = 0; i < 3; ++i) grads[i] = dense.batch_of(result.grads[i].get());
   Arguments arguments(*dense.row, dense.facts, query.device_index);
@@ -112,6 +113,7 @@ void run_dense_backward(const DenseKernel& dense, const BackwardCall& call, cons
   arguments.integer("needs_grad", kNeedsAll);
   dense.pack_lengths(call.forward, &arguments);
   launch(*dense.kernel, arguments);
+  return row_stats;
 }
 
 // Compute dQ, dK and dV, or at least the gradients in `wanted_bits`. `sharing`: see `BackwardPlan`. Returns the bias as
@@ -137,7 +139,8 @@ TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const Backw
   for (int i = 0; i < 3; ++i)  // an unwritten gradient is not read either, so its operand takes the argument's place
     result->grads[i] = writes(i) ? new_gradient(operands[i], row.elementwise, i == 0 ? 1 : sharing)
                                  : TensorHandle::share(inputs.like(i));
-  if (dense) run_dense_backward(*dense, call, inputs, dq_workspace.get(), *result, query);
+  const TensorHandle dense_row_stats =
+      dense ? run_dense_backward(*dense, call, inputs, dq_workspace.get(), *result, query) : TensorHandle();
   Arguments arguments(row, p, query.device_index);
   inputs.to(&arguments);
   arguments.tensor("dq", result->grads[0].get(), writes(0));

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from golden_plans import Call, call
 
 import torch_flashplug
+from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
-from torch_flashplug.registry import dispatch_table
+from torch_flashplug.registry import dispatch_table, kernel_table
 
 TOKENS = 16384
 ALL = 1 << 20  # a window bound beyond all keys
@@ -48,7 +51,17 @@ def note(problem: Call) -> str:
     ],
 )
 def test_note_names_the_dense_kernels(problem: Call, kernels: str) -> None:
-    assert note(problem).endswith(f"computed as a dense batch, by {kernels}.")
+    least = dispatch_table.COST_MODEL.min_equal_rows
+    limits = replace(dispatch_table.COST_MODEL, min_equal_rows_of_gradients=least)
+    bindings.push_rows(kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, limits)
+    try:
+        assert note(problem).endswith(f"computed as a dense batch, by {kernels}.")
+    finally:
+        startup.push_tables()
+
+
+def test_gradients_have_no_dense_kernel_by_default() -> None:
+    assert note(packed_call(8, grad=1)).endswith("by fwd_sm90_bf16_d128_causal+equal_m128n128s2.")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,9 @@ NO_SINK = -1e30  # the reference has sinks
 
 def push(kernels: list[kernel_table.KernelRow], *, is_on: bool = True) -> None:
     """Push kernels, and let calls of any size have a dense kernel ahead, or no call."""
-    cost_model = replace(dispatch_table.COST_MODEL, min_equal_rows=0 if is_on else 1 << 40, min_equal_ns=0.0)
+    rows = 0 if is_on else 1 << 40
+    limits = {"min_equal_rows": rows, "min_equal_rows_of_gradients": rows, "min_equal_ns": 0.0}
+    cost_model = replace(dispatch_table.COST_MODEL, **limits)
     startup.push_tables(kernels)
     bindings.push_rows(kernels, dispatch_table.CHOICE_ROWS, cost_model)
 
@@ -340,3 +342,18 @@ def test_calls_one_behind_the_other_wait_for_each_other() -> None:
             for _ in range(8):
                 x = attention(x, k, v, causal=True, cu_seqlens_q=cu)
             assert torch.equal(x, chain[-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+def test_long_gradients_of_dense_kernels_are_those_of_the_batch(
+    dims: tuple[int, int], dense_ahead: Callable[..., None]
+) -> None:
+    """Compare long calls, whose dense kernels still run while the lists are made.
+
+    The lists must not get the memory of the row statistics. At D 256, dK and dV were wrong by a factor of 48.
+    """
+    call = make_call(((2048, 2048),) * 2, "causal", dims)
+    dense_ahead()
+    for _ in range(5):
+        assert_equal_bits(run(call, "cuda"), run_dense(call, "cuda"), apart=("dq", "dk", "dv"))

@@ -55,6 +55,9 @@ class CostModel:
     # packed sequences (D 64 and 128); 512 rows: 0.89 to 0.93 times (2026-11-27 H100, bench --suite varlen). Lengths
     # between were not measured. For different lengths, a launch in vain takes 1 to 2 us (estimated).
     min_equal_rows: int = 256
+    # The same for gradients. No length by default: dK and dV of D 256 were wrong on an H200 on 2026-11-29. The cause is
+    # known and repaired, but the repair did not run on a GPU (docs/experiments/varlen.md).
+    min_equal_rows_of_gradients: int = 1 << 40
     min_equal_ns: float = 60000
     # Share of the SMs that clusters of so many CTAs may fill; 0: no limit. The GPU places clusters of more than two
     # CTAs next to each other on some SMs, while other SMs idle. Clusters of three keep three quarters of the SMs evenly
