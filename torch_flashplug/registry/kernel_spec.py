@@ -6,6 +6,7 @@ make a tile legal. The kernel table, the compiler, the tuner and the tests use t
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -423,6 +424,8 @@ class HopperSpec(KernelSpec):
             keys = (self.d + self.dv) // 2 + self.tile_m + self.tile_m // 4
             keys += (not self.shares_dq_registers) * self.d // 4
             return keys + self.kv_in_registers * (self.tile_m // 4 + (self.d + self.dv) // 4)
+        if {"serial", "single"} & set(os.environ.get("FLASHPLUG_EIGHT", "").split(",")) and self.bytes_of("v") == 1:
+            return self.tile_n // 2 + self.dv // 2
         return self.tile_n // 2 + self.tile_n * self.bytes_of("v") // 8 + self.dv // 2
 
     def register_budget(self) -> RegisterBudget:

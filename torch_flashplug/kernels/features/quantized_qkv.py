@@ -24,6 +24,7 @@ from ...registry.quant_recipes import KEY_ORDER, PROB_SCALE_LOG2, RECIPES, WORKS
 from ..mainloop.scaled_softmax import IntegerScaling, Scaling
 from ..preprocess.quantize import Quantize, QuantizedOperands
 from ..primitives.dtype import EIGHT_BITS, Element, QuantizedElement
+from ..sm90.trial import FLAGS
 from .base import KernelFeatures, ProductOperands
 
 STEEP = {"int8": 16.0, "e4m3": 0.25}  # `Scaling.steep`, up to D 256
@@ -124,7 +125,8 @@ class QuantizeThenKernel:
 
     @cute.jit
     def launch(self, call: object, stream: cuda.CUstream):
-        self.features.launch_before_kernel(call, stream)
+        if cutlass.const_expr("bare" not in FLAGS):
+            self.features.launch_before_kernel(call, stream)
         if call.num_ctas > 0:
             # `super` has explicit arguments, because the DSL compiles a copy of this function, and the copy belongs to
             # no class.

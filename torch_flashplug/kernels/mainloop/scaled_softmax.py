@@ -24,6 +24,7 @@ largest score is powers of two below in any case.
 from __future__ import annotations
 
 import operator
+import struct
 from dataclasses import dataclass, replace
 
 import cutlass
@@ -32,14 +33,16 @@ from cutlass import Float32, Int32
 
 from ...registry.quant_recipes import SLACK_LOG2
 from ..primitives.fragments import LOG2_E, column_of, quad_reduce
-from ..primitives.sm90 import OFFSET
+from ..primitives.sm90 import OFFSET, SoftmaxTurns
 from ..primitives.vector_access import vector_at
+from ..sm90.trial import FLAGS
 from ..score_stages.pipeline import ScorePipeline
 from ..tiling.tile import Tile, TileGrid
 from .softmax import ROWS, row_reduce
 
 MAX_EXACT_SHIFT = float(2**24)  # largest addend of an exponent that fp32 rounds by less than a power of two
 MAX_OFFSET_SHIFT = float(2**15)  # largest product of offset and factor that fp32 rounds by less than 2^-9
+POLYNOMIAL = (1.000443146, 0.703448059, 0.238428938)  # 2^x between -0.5 and 0.5, to 2^-9.2 of the power
 PAIR = 2  # adjacent columns of a thread
 
 
@@ -111,7 +114,8 @@ class ScaledSoftmax:
 
     @cute.jit
     def step(
-        self, S: cute.Tensor, first: cutlass.Constexpr[bool], masked: cutlass.Constexpr[bool], max_values: cute.Tensor
+        self, S: cute.Tensor, first: cutlass.Constexpr[bool], masked: cutlass.Constexpr[bool], max_values: cute.Tensor,
+        turns: SoftmaxTurns | None,
     ):  # fmt: skip
         """Convert a block of scores to probabilities, and update the running state and `correction`.
 
@@ -121,8 +125,51 @@ class ScaledSoftmax:
             masked: True if scores may be -inf.
             max_values: scores as the product left them, used in blocks without masked scores.
         """
-        offset = self.offset(masked)
         factors, shifts, tops = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(3))
+        if cutlass.const_expr(not first and not masked and "lazy" in FLAGS):
+            self.prepare_lazily(S, max_values, factors, shifts, tops)
+        else:
+            self.prepare(S, first, masked, max_values, factors, shifts, tops)
+        if cutlass.const_expr(turns is not None):
+            zero = turns.wait()
+            for r in cutlass.range_constexpr(ROWS):
+                shifts[r] = shifts[r] + zero
+        self.exponentiate(S, first, masked, factors, shifts)
+        if cutlass.const_expr(turns is not None):
+            turns.signal(self.row_sum[0] + self.row_sum[1])
+
+    @cute.jit
+    def prepare_lazily(
+        self, S: cute.Tensor, max_values: cute.Tensor, factors: cute.Tensor, shifts: cute.Tensor, tops: cute.Tensor
+    ):  # fmt: skip
+        """Keep the maxima unless a score of the warp exceeds its maximum by more than SLACK_LOG2.
+
+        The test needs no exchange between the lanes of a row.
+        """
+        offset = self.offset(False)
+        for r in cutlass.range_constexpr(ROWS):
+            factors[r] = self.row_scale[r] * self.block_scale[0]
+            shifts[r] = self.row_max[r] - self.scaling.p_scale_log2
+        special = cute.arch.fmax(magnitude(shifts[0]), magnitude(shifts[1])) > MAX_EXACT_SHIFT
+        if cutlass.const_expr(offset != 0.0):
+            special = special | (cute.arch.fmax(factors[0], factors[1]) > MAX_OFFSET_SHIFT / offset)
+            for r in cutlass.range_constexpr(ROWS):
+                shifts[r] = shifts[r] + offset * factors[r]
+        limit = self.scaling.p_scale_log2 + SLACK_LOG2
+        if cutlass.const_expr("nomax" in FLAGS):
+            max_values = cute.make_tensor(max_values.iterator, cute.make_layout((2, (2, 2)), stride=(2, (1, 4))))
+        above = [lane_max_of(max_values, r) * factors[r] - shifts[r] > limit for r in range(ROWS)]
+        self.correction.fill(1.0)
+        if cute.arch.vote_any_sync(special | above[0] | above[1]):
+            self.prepare(S, False, False, max_values, factors, shifts, tops)
+
+    @cute.jit
+    def prepare(
+        self, S: cute.Tensor, first: cutlass.Constexpr[bool], masked: cutlass.Constexpr[bool], max_values: cute.Tensor,
+        factors: cute.Tensor, shifts: cute.Tensor, tops: cute.Tensor,
+    ):  # fmt: skip
+        """Update the maxima and `correction`, and set the factor and the shift of each row's exponents."""
+        offset = self.offset(masked)
         for r in cutlass.range_constexpr(ROWS):
             factor, old_max = self.row_scale[r] * self.block_scale[0], self.row_max[r]
             top = row_max_of(S if cutlass.const_expr(masked) else max_values, r) - offset
@@ -144,11 +191,26 @@ class ScaledSoftmax:
             if cutlass.const_expr(not first):
                 self.correction[r] = cute.math.exp2(old_max - base, fastmath=True)
         self.apply_offset(S, factors, shifts, tops, offset)
+
+    @cute.jit
+    def exponentiate(
+        self, S: cute.Tensor, first: cutlass.Constexpr[bool], masked: cutlass.Constexpr[bool], factors: cute.Tensor,
+        shifts: cute.Tensor,
+    ):  # fmt: skip
+        """Convert scores to probabilities, and add the probabilities to the sums."""
         for r in cutlass.range_constexpr(ROWS):
-            for c in range(cute.size(S, mode=[1])):
-                S[r, c] = cute.math.exp2(S[r, c] * factors[r] - shifts[r], fastmath=True)
+            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+                if cutlass.const_expr(not masked and "noexp" in FLAGS):
+                    S[r, c] = S[r, c] * factors[r] - shifts[r]
+                elif cutlass.const_expr(not masked and "fma" in FLAGS and c % 4 == 3):
+                    S[r, c] = exp2_by_fma(S[r, c], factors[r], shifts[r])
+                else:
+                    S[r, c] = cute.math.exp2(S[r, c] * factors[r] - shifts[r], fastmath=True)
             earlier = 0.0 if cutlass.const_expr(first) else self.row_sum[r] * self.correction[r]
-            self.row_sum[r] = earlier + row_reduce(S, r, operator.add)
+            if cutlass.const_expr("nosum" in FLAGS and not masked):
+                self.row_sum[r] = earlier + S[r, 0]
+            else:
+                self.row_sum[r] = earlier + row_reduce(S, r, operator.add)
 
     @cute.jit
     def apply_offset(
@@ -245,15 +307,39 @@ class ScaledSoftmax:
 
 
 def row_max_of(S: cute.Tensor, row: int) -> Float32:
-    """Return the largest score of a row, shared by four threads.
+    """Return the largest score of a row, shared by four threads."""
+    return quad_reduce(lane_max_of(S, row), cute.arch.fmax)
+
+
+def lane_max_of(S: cute.Tensor, row: int) -> Float32:
+    """Return the largest score of a row among the columns of a thread.
 
     Integer scores are compared as the bits of positive fp32 numbers.
     """
     if S.element_type is Float32:
-        top = row_reduce(S, row, cute.arch.fmax)
-    else:
-        top = row_reduce(S, row, cutlass.max).bitcast(Float32)
-    return quad_reduce(top, cute.arch.fmax)
+        return row_reduce(S, row, cute.arch.fmax)
+    return row_reduce(S, row, cutlass.max).bitcast(Float32)
+
+
+def exp2_by_fma(score: Float32, factor: Float32, shift: Float32) -> Float32:
+    """Return 2^(score * factor - shift) with a relative error of 2^-9, without the special function unit.
+
+    The exponent is split into an integer and a rest between -0.5 and 0.5. A polynomial of degree 2 gives the power of
+    the rest.
+    """
+    text = (
+        "{ .reg .f32 x; .reg .f32 t; .reg .f32 n; .reg .f32 p; .reg .b32 m; .reg .b32 e; neg.f32 n, {$r2}; fma.rn.f32 x, {$r0}, {$r1}, n; "
+        "max.f32 x, x, 0fC2C80000; add.rn.f32 t, x, 0f4B400000; sub.rn.f32 n, t, 0f4B400000; sub.rn.f32 x, x, n; "
+        f"fma.rn.f32 p, x, {hex_float(POLYNOMIAL[2])}, {hex_float(POLYNOMIAL[1])}; "
+        f"fma.rn.f32 p, p, x, {hex_float(POLYNOMIAL[0])}; "
+        "mov.b32 m, p; mov.b32 e, t; shl.b32 e, e, 23; add.s32 m, m, e; mov.b32 {$w0}, m; }"
+    )
+    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[score, factor, shift])
+
+
+def hex_float(x: float) -> str:
+    """Return a number as an fp32 literal of PTX."""
+    return f"0f{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
 
 
 def magnitude(x: Float32) -> Float32:

@@ -6,6 +6,8 @@ of wgmma's m64nNk16).
 
 from __future__ import annotations
 
+import os
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +20,9 @@ from cutlass.cutlass_dsl import BaseDSL
 from .dtype import EightBitFormat, Element
 
 LOG2_E = math.log2(math.e)
+
+
+FLAGS = frozenset(filter(None, os.environ.get("FLASHPLUG_EIGHT", "").split(",")))
 
 
 def rows_and_columns(acc: cute.Tensor) -> cute.Tensor:
@@ -108,15 +113,24 @@ class QuantizedOperandA:
             acc: the accumulator.
             transform: function applied to each value, (r, c, value) -> value, with r and c as in `rows_and_columns`.
         """
-        values = rows_and_columns(acc)
         for i in range(cute.size(acc) // 4, cute.size(self.quads)):
             self.quads[i] = Int32(0)
+        for i, packed in enumerate(self.packed(acc, transform)):
+            self.quads[i] = packed
+
+    def packed(self, acc: cute.Tensor, transform: Callable | None = None) -> list[Int32]:
+        """Return the converted accumulator, without a change of the operand."""
+        values, quads = rows_and_columns(acc), []
         for i in range(cute.size(acc) // 4):
             r, first = i % 2, i // 4 * 8 + i // 2 % 2 * 4
             four = [values[r, first + c] for c in range(4)]
             if transform is not None:
                 four = [transform(r, first + c, value) for c, value in enumerate(four)]
-            self.quads[i] = self.element.pack_four(four)
+            if "nocvt" in FLAGS:
+                quads.append(four[0].bitcast(Int32))
+                continue
+            quads.append(self.element.pack_four(four))
+        return quads
 
 
 def left_operand(acc: cute.Tensor, element: Element | EightBitFormat) -> OperandA | QuantizedOperandA:

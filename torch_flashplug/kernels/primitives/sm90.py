@@ -426,7 +426,6 @@ class WarpgroupOrder:
     first: int
     warpgroup: Int32
     count: int
-
     @cute.jit
     def start(self):
         if cutlass.const_expr(self.count > 1):
@@ -449,6 +448,46 @@ class WarpgroupOrder:
         """Take a turn without issuing a product."""
         self.wait_turn()
         self.signal_next()
+
+
+@dataclass(frozen=True)
+class SoftmaxTurns:
+    """Rotation of the exponentials: a warpgroup begins when the previous one is done.
+
+    ptxas moves arithmetic across barriers. Therefore `wait` returns a zero that is read behind the barrier, and the
+    arrival depends on a result.
+    """
+
+    first: int  # named barrier of warpgroup 0
+    zero: cute.Pointer  # a zero in shared memory
+    warpgroup: Int32
+    count: int
+
+    @staticmethod
+    def allocate(smem: cutlass.memory.SmemAllocator) -> cute.Pointer:
+        """Return the zero. Every thread calls `allocate` before `start_cta`."""
+        zero = smem.allocate_tensor(Float32, cute.make_layout(4), 16)
+        zero.fill(0.0)
+        return zero.iterator
+
+    @cute.jit
+    def start(self):
+        if self.warpgroup == self.count - 1:
+            cute.arch.barrier_arrive(barrier_id=self.first, number_of_threads=2 * WARPGROUP)
+
+    def wait(self) -> Float32:
+        cute.arch.barrier(barrier_id=self.first + self.warpgroup, number_of_threads=2 * WARPGROUP)
+        text = "ld.volatile.shared.b32 {$w0}, [{$r0}];"
+        return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[self.zero.toint()])
+
+    def signal(self, result: Float32) -> None:
+        """Give the turn to the next warpgroup, after `result` is computed, which is never -1."""
+        following = self.first + (self.warpgroup + 1) % self.count
+        text = (
+            "{ .reg .pred p; .reg .b32 id; setp.eq.f32 p, {$r0}, 0fBF800000; selp.b32 id, 15, {$r1}, p; "
+            f"bar.arrive id, {2 * WARPGROUP}; }}"
+        )
+        cute.arch.inline_ptx(text, read_only_args=[result, following])
 
 
 @cute.jit

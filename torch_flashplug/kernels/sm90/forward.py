@@ -34,6 +34,7 @@ from ..tiling.block_iterator import BlockIterator, BlockSubrange, KvBlocks
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing, TileGrid
 from .common import TmaOperands
+from .trial import FLAGS
 
 ROWS, ROWS_PER_WARP = ROWS_PER_WARPGROUP, sm90.ROWS_PER_WARP
 MAX_SHORT_TILE_BLOCKS = 4  # KV blocks: a tile of at most these ends within the latency of the tile scheduler's atomic
@@ -44,6 +45,7 @@ class ForwardBarrier(enum.IntEnum):
     """Named barriers of the consumer warpgroups; barrier 0 is `sync_threads`."""
 
     ORDER = 1  # warpgroup order barrier; the barrier of warpgroup w is ORDER + w
+    SOFTMAX = 8
     Q_READ = 4  # Q_READ + w: all warps of warpgroup w have finished the last product with Q
 
 
@@ -102,6 +104,11 @@ class ScoreProduct:
         return acc, values, fragments.rows_and_columns(self.acc) if self.compares_integers else values
 
 
+def softmax_turns(softmax: object, turns: sm90.SoftmaxTurns | None) -> dict:
+    """Return the argument `turns` of the softmax of 8-bit products."""
+    return {"turns": turns} if isinstance(softmax, ScaledSoftmax) else {}
+
+
 @dataclass(frozen=True)
 class FirstBlock:
     """Rightmost KV block of a tile, processed first, before any product with V."""
@@ -114,6 +121,7 @@ class FirstBlock:
     n_block: Int32
     softmax: OnlineSoftmax | ScaledSoftmax
     P: fragments.OperandA | fragments.QuantizedOperandA
+    turns: sm90.SoftmaxTurns | None
 
     @cute.jit
     def compute_p(self, S: ScoreProduct):
@@ -131,7 +139,7 @@ class FirstBlock:
         self.pipeline_k.consumer_release(self.count)
         acc, values, max_values = S.read_scores(masked=True)
         self.score_pipeline.apply(values, self.n_block, masked=True, count=self.count)
-        self.softmax.step(values, True, True, max_values)
+        self.softmax.step(values, True, True, max_values, **softmax_turns(self.softmax, self.turns))
         self.P.convert(acc, self.score_pipeline.p_transform(masked=True))
 
 
@@ -146,6 +154,7 @@ class ForwardConsumerState:
     P: fragments.OperandA | fragments.QuantizedOperandA
     tOrV: cute.Tensor  # (MMA, 1, tile_n/16, stage)
     output: OutputAccumulator
+    turns: sm90.SoftmaxTurns | None
 
 
 @dataclass(frozen=True)
@@ -203,6 +212,14 @@ class ForwardSm90(KernelCall, kind="fwd"):
         )
         self.producer_registers, self.consumer_registers = spec.register_split
         self.out_in_q = spec.stores_out_in_q
+        self.in_turn, self.softmax_in_turn, self.waits_for_all, self.packs_early = True, False, False, False
+        self.one_product, self.releases_q_early = False, not self.out_in_q and "lateq" not in FLAGS
+        if self.element.scores is not self.element:
+            self.packs_early = "early" in FLAGS and self.element.values.bytes == 1
+            self.waits_for_all = "serial" in FLAGS
+            self.one_product = "single" in FLAGS
+            self.in_turn = not {"noturns", "expturns", "single"} & FLAGS
+            self.softmax_in_turn = bool({"expturns", "bothturns"} & FLAGS) and self.warpgroups > 1
         self.score_layout = ScoreLayout(self.element, self.warpgroups, self.tile_n)
 
     @property
@@ -321,6 +338,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
             for pipeline in (pipeline_k, pipeline_v, tile_index.pipeline)
         )
         pipelines_and_warps = (sm90.PipelineWarps(pipeline_q, 4), *shared_pipelines, *score_pipeline.pipelines)
+        barriers = sm90.SoftmaxTurns.allocate(smem) if self.softmax_in_turn else None
         sm90.start_cta(warp_idx, (*operands.atoms, *score_pipeline.atoms), pipelines_and_warps)
         self.features.wait_for_preprocess()
 
@@ -347,7 +365,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             (out,) = operands.with_smem(o=smem_out)
-            self.consume(shared, work, out, mLSE, scales, scaling, score_pipeline)
+            self.consume(shared, work, out, mLSE, scales, scaling, score_pipeline, barriers)
 
     @cute.jit
     def load(
@@ -412,7 +430,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
     @cute.jit
     def consume(
         self, shared: ForwardSmem, work: ForwardWork, out: sm90.TmaOperand, mLSE: cute.Tensor, scales: SoftmaxScale,
-        scaling: NoScaling | Scaling, score_pipeline: ScorePipeline,
+        scaling: NoScaling | Scaling, score_pipeline: ScorePipeline, barriers: cute.Pointer | None,
     ):  # fmt: skip
         """Run a consumer warpgroup: compute the 64 rows of every tile, block after block of the block iterator."""
         pipeline_q, pipeline_k, pipeline_v = work.pipeline_q, work.pipeline_k, work.pipeline_v
@@ -428,10 +446,14 @@ class ForwardSm90(KernelCall, kind="fwd"):
         tOrV = pv.make_fragment_B(pv.partition_B(shared.v))  # (MMA, 1, tile_n/16, stage)
         P = fragments.left_operand(S.acc, self.element.values)  # (MMA, 1, tile_n/16)
         scales = score_pipeline.scales(scales)
-        order_barrier = sm90.WarpgroupOrder(ForwardBarrier.ORDER, wg, self.warpgroups)
+        order_barrier = sm90.WarpgroupOrder(ForwardBarrier.ORDER, wg, self.warpgroups if self.in_turn else 1)
+        turns = None
+        if cutlass.const_expr(self.softmax_in_turn):
+            turns = sm90.SoftmaxTurns(ForwardBarrier.SOFTMAX, barriers, wg, self.warpgroups)
+            turns.start()
         softmax = scaling.softmax(scales.log2, score_pipeline)
         order_barrier.start()
-        state = ForwardConsumerState(pipeline_k, pipeline_v, order_barrier, S, P, tOrV, output)
+        state = ForwardConsumerState(pipeline_k, pipeline_v, order_barrier, S, P, tOrV, output, turns)
         score_pipeline = score_pipeline.allocate_registers(self.tile_n)  # score stages with their registers
 
         tile_count, block_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
@@ -448,17 +470,20 @@ class ForwardSm90(KernelCall, kind="fwd"):
                 tile, wg_tile * ROWS, ROWS, self.warpgroup_ranges_differ
             )
             block_count = skip_kv_blocks(
-                skipped_blocks, pipeline_k, pipeline_v, order_barrier, tile_stages, block_count
+                skipped_blocks, pipeline_k, pipeline_v, order_barrier, tile_stages, block_count, turns
             )
             # `count_q` is the running count of Q stages.
             subranges, count_q = kv_range.subranges(), tile_count * self.warpgroups + wg
             my_Q = tSrQ[None, None, None, pipeline_q.stage_index(count_q)]
             pipeline_q.consumer_wait(count_q)
             first_block = FirstBlock(
-                my_Q, pipeline_k, block_count, order_barrier, tile_stages, kv_range.nth(0), row_softmax, P
+                my_Q, pipeline_k, block_count, order_barrier, tile_stages, kv_range.nth(0), row_softmax, P, turns
             )
             self.first_block_softmax(first_block, S, half, kv_range.columns_of_first(ROWS))
-            if cutlass.const_expr(not self.small_smem):
+            if cutlass.const_expr(self.releases_q_early):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)  # the previous O has left the buffer
+                cute.arch.sync_warp()
+            elif cutlass.const_expr(not self.small_smem):
                 release_q_stage(pipeline_q, count_q - self.warpgroups)
             output.clear(kv_range)
 
@@ -469,6 +494,9 @@ class ForwardSm90(KernelCall, kind="fwd"):
                     self.step(state, consumer_tile, subrange, j)
 
             block_count += kv_range.count
+            if cutlass.const_expr(self.releases_q_early):
+                # Every product with Q is complete. A warpgroup with a single stage has stage number `wg`.
+                pipeline_q.consumer_release(wg if self.q_stages == self.warpgroups else count_q)
             if cutlass.const_expr(self.early_rescale):
                 output.rescale_output(row_softmax, kv_range.count - 1)
             pipeline_v.consumer_wait(block_count - 1)
@@ -479,12 +507,12 @@ class ForwardSm90(KernelCall, kind="fwd"):
             output.finish(kv_range)
             if cutlass.const_expr(kv_range.may_skip_trailing):
                 block_count = skip_kv_blocks(
-                    kv_range.num_trailing_skipped, pipeline_k, pipeline_v, order_barrier, tile_stages, block_count
+                    kv_range.num_trailing_skipped, pipeline_k, pipeline_v, order_barrier, tile_stages, block_count, turns
                 )
             write_lse(mLSE, row_softmax.finish(output.values, scales.natural, tile_stages), tile, row)
             stage = pipeline_q.stage_index(count_q) if self.out_in_q else wg
             self.store(output.acc, tile.rows(out), stage, wg_tile, output.product.add)
-            if cutlass.const_expr(self.small_smem):
+            if cutlass.const_expr(self.small_smem and not self.releases_q_early):
                 release_q_stage(pipeline_q, count_q)
             tile_idx = work.tile_scheduler.receive(tile_count)
             tile_count += 1
@@ -497,6 +525,50 @@ class ForwardSm90(KernelCall, kind="fwd"):
         S, P, output, kv_range, tile_stages = state.S, state.P, state.output, tile.kv_range, tile.tile_stages
         count, previous, masked = tile.first_count + j, tile.first_count + j - 1, subrange.masked
         tile.softmax.fetch(kv_range.nth(j))
+        if cutlass.const_expr(self.one_product):
+            state.pipeline_v.consumer_wait(previous)
+            warpgroup.fence()
+            output.add(P.fragment, state.tOrV[None, None, None, state.pipeline_v.stage_index(previous)])
+            warpgroup.wait_group(0)
+            state.pipeline_v.consumer_release(previous)
+            S.init_accumulator()
+            state.pipeline_k.consumer_wait(count)
+            warpgroup.fence()
+            S.issue(tile.my_Q, state.pipeline_k.stage_index(count))
+            tile_stages.prepare_stage(kv_range.nth(j), masked)
+            warpgroup.wait_group(0)
+            state.pipeline_k.consumer_release(count)
+        else:
+            self.issue_both(state, tile, j)
+            tile_stages.prepare_stage(kv_range.nth(j), masked)
+            if cutlass.const_expr(self.waits_for_all):
+                warpgroup.wait_group(0)
+                state.pipeline_v.consumer_release(previous)
+            else:
+                warpgroup.wait_group(1)
+            state.pipeline_k.consumer_release(count)
+        tile_stages.prefetch(kv_range.next(j, subrange), masked)
+        acc, values, max_values = S.read_scores(tile_stages.may_mask(masked))
+        tile_stages.apply(values, kv_range.nth(j), masked, count)
+        turns = softmax_turns(tile.softmax, state.turns)
+        tile.softmax.step(values, False, tile_stages.may_mask(masked), max_values, **turns)
+        packed = P.packed(acc, tile_stages.p_transform(masked)) if cutlass.const_expr(self.packs_early) else None
+        if cutlass.const_expr(not self.waits_for_all and not self.one_product):
+            warpgroup.wait_group(0)
+            state.pipeline_v.consumer_release(previous)
+        if cutlass.const_expr(self.packs_early):
+            for i in cutlass.range_constexpr(len(packed)):
+                P.quads[i] = packed[i]
+        else:
+            P.convert(acc, tile_stages.p_transform(masked))
+        if cutlass.const_expr(not self.early_rescale):
+            output.rescale_output(tile.softmax, j)
+
+    @cute.jit
+    def issue_both(self, state: ForwardConsumerState, tile: ForwardConsumerTile, j: Int32):
+        """Issue the scores of block j and the output of block j - 1."""
+        S, P, output = state.S, state.P, state.output
+        count, previous = tile.first_count + j, tile.first_count + j - 1
         S.init_accumulator()
         state.pipeline_k.consumer_wait(count)
         state.order_barrier.wait_turn()
@@ -508,18 +580,6 @@ class ForwardSm90(KernelCall, kind="fwd"):
         state.pipeline_v.consumer_wait(previous)
         output.add(P.fragment, state.tOrV[None, None, None, state.pipeline_v.stage_index(previous)])
         state.order_barrier.signal_next()
-        tile_stages.prepare_stage(kv_range.nth(j), masked)
-        warpgroup.wait_group(1)
-        state.pipeline_k.consumer_release(count)
-        tile_stages.prefetch(kv_range.next(j, subrange), masked)
-        acc, values, max_values = S.read_scores(tile_stages.may_mask(masked))
-        tile_stages.apply(values, kv_range.nth(j), masked, count)
-        tile.softmax.step(values, False, tile_stages.may_mask(masked), max_values)
-        warpgroup.wait_group(0)
-        state.pipeline_v.consumer_release(previous)
-        P.convert(acc, tile_stages.p_transform(masked))
-        if cutlass.const_expr(not self.early_rescale):
-            output.rescale_output(tile.softmax, j)
 
     @cute.jit
     def first_block_softmax(self, first_block: FirstBlock, S: ScoreProduct, half: ScoreProduct, visible_columns: Int32):
@@ -563,7 +623,7 @@ def release_q_stage(pipeline_q: sm90.Pipeline, count: Int32):
 @cute.jit
 def skip_kv_blocks(
     num_blocks: Int32, pipeline_k: sm90.Pipeline, pipeline_v: sm90.Pipeline, order_barrier: sm90.WarpgroupOrder,
-    tile_stages: ScorePipeline, block_count: Int32
+    tile_stages: ScorePipeline, block_count: Int32, turns: sm90.SoftmaxTurns | None
 ) -> Int32:  # fmt: skip
     """Release KV blocks that only other warpgroups need, and return the new running count of blocks.
 
@@ -572,6 +632,8 @@ def skip_kv_blocks(
     for count in cutlass.range(block_count, block_count + num_blocks, unroll=1):
         pipeline_k.consumer_wait(count)
         order_barrier.skip_turn()
+        if cutlass.const_expr(turns is not None):
+            turns.signal(turns.wait())
         pipeline_k.consumer_release(count)
         tile_stages.skip_kv_blocks(count)
         pipeline_v.consumer_wait(count)
