@@ -265,7 +265,6 @@ class VarlenAddressing(ConditionalAddressing):
         return self.rows.capacity()
 
     def blocks_of_rows(self, Sq: Int32, size: int) -> Int32:
-        self.start_next_launch()
         return self.rows.count(self.skips_equal_lengths)
 
     def heads_per_l2_group(self, fitting_heads: Int32, heads: Int32, group: Int32, of_keys: bool = False) -> Int32:
@@ -291,7 +290,6 @@ class VarlenAddressing(ConditionalAddressing):
         return self.keys.capacity()
 
     def blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
-        self.start_next_launch()
         return self.keys.count(self.skips_equal_lengths)
 
     def of_rows(self, order: TileScheduler, sizes: SeqlenInfo, kv_heads: Int32) -> VarlenTileGrid:
