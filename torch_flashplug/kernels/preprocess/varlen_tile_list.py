@@ -17,6 +17,8 @@ from ..tiling.equal_lengths import has_equal_lengths, overlaps_launches, wait_fo
 from ..tiling.tile import Tile
 from ..tiling.varlen import (
     ENTRY_INTS,
+    EQUAL_INT,
+    HEADER_PAIR,
     MAX_RELATIVE_WORK,
     TileListEntry,
     VarlenAddressing,
@@ -55,6 +57,11 @@ class VarlenInputs:
     # and has computed calls with equal lengths.
     compares_lengths: Int32
     is_plan: Int32  # 1: no kernel follows, because the lists are those of a plan
+
+    @property
+    def header_start(self) -> Int32:
+        """First number of a list's header that the kernel behind reads."""
+        return HEADER_PAIR * self.compares_lengths
 
     @property
     def sequences(self) -> Int32:
@@ -208,11 +215,11 @@ class TileListBuilder:
         if self.inputs.compares_lengths != 0:
             lengths_are_equal = self.inputs.lengths_are_equal()
         if self.thread == 0:
-            cute.arch.store(self.tile_list.header.iterator + 2, Int32(lengths_are_equal))
+            self.store_in_header(EQUAL_INT, Int32(lengths_are_equal))
         if (not lengths_are_equal) | (self.inputs.is_plan != 0):
             self.make_list()
         if lengths_are_equal & (self.thread == 0):
-            cute.arch.store(self.tile_list.header.iterator + 3, Int32(0))
+            self.store_in_header(HEADER_PAIR, Int32(0))
 
     @cute.jit
     def make_list(self):
@@ -250,10 +257,9 @@ class TileListBuilder:
         position, all_work = before + inclusive_sum - num_tiles, warp_sum(self.work[self.lane])
         self.counts[class_of_thread] = position
         if (position == 0) & (num_tiles > 0):
-            cute.arch.store(
-                self.tile_list.header.iterator + 1,
-                Int32(cute.arch.fmin(all_work / class_work, float(MAX_RELATIVE_WORK))),
-            )
+            relative_work = Int32(cute.arch.fmin(all_work / class_work, float(MAX_RELATIVE_WORK)))
+            self.store_in_header(1, relative_work)
+            self.store_in_header(HEADER_PAIR + 1, relative_work)
         cute.arch.sync_threads()
 
     @cute.jit
@@ -368,8 +374,11 @@ class TileListBuilder:
         for position in cutlass.range(total + self.thread, self.tile_list.capacity(), THREADS, unroll=1):
             self.store(position, EMPTY_ENTRY)
         if self.thread == 0:
-            cute.arch.store(self.tile_list.header.iterator, total)
-            cute.arch.store(self.tile_list.header.iterator + 3, total)
+            self.store_in_header(0, total)
+            self.store_in_header(HEADER_PAIR, total)
+
+    def store_in_header(self, index: int, value: Int32) -> None:
+        cute.arch.store(self.tile_list.header.iterator + (index - self.inputs.header_start), value)
 
     def store(self, position: Int32, entry: TileListEntry) -> None:
         values = cute.make_rmem_tensor((ENTRY_INTS,), Int32)

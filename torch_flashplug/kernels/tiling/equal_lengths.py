@@ -4,7 +4,7 @@ Packed sequences of equal lengths are a dense batch. The host knows the numbers 
 the only possible common length. Lengths are in device memory, so two kernels are launched: a dense kernel with work
 only for equal lengths, and the kernel of packed sequences with work only for different lengths.
 
-The launches of a call overlap (programmatic dependent launch), and a launch without work costs little. Each kernel
+The launches of a call overlap (programmatic dependent launch), and a launch without work costs little. A kernel
 waits for the previous launch with `wait_for_previous_launch`, and lets the next launch start in `has_work`.
 """
 

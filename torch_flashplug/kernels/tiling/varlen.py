@@ -28,6 +28,7 @@ from .equal_lengths import ConditionalAddressing
 from .seqlen_info import SeqlenInfo
 from .tile import Tile, TileGrid
 
+HEADER_PAIR, EQUAL_INT, HEADER_INTS = 2, 4, 5  # second pair, number that tells of equal lengths, all (`header`)
 MAX_RELATIVE_WORK = 1 << 16  # limit of `VarlenTileList.relative_work`, in tiles. A larger value has no further effect.
 
 
@@ -157,21 +158,20 @@ class VarlenTileList:
     # (capacity, ENTRY_INTS) Int32, 16-byte aligned. Entries behind the last entry are zero, except for a last value of
     # 1.
     entries: cute.Tensor
-    # (4,) Int32: number of entries; for a sorted list, the total work as a multiple of the work of the first entry; 1
-    # if all lengths are equal; number of entries, or 0 if all lengths are equal. The last two numbers are set only if
-    # the lengths have been compared.
+    # (HEADER_INTS,) Int32: number of entries; for a sorted list, the total work as a multiple of the work of the first
+    # entry; the same two numbers, but no entries if all lengths are equal; 1 if all lengths are equal. The last number
+    # is set only if the lengths have been compared. Behind a dense kernel, the tensor starts at the second pair.
     header: cute.Tensor
 
     def capacity(self) -> Int32:
         return self.entries.shape[0]
 
-    def count(self, unless_equal: Int32 | int = 0) -> Int32:
-        """Return the number of entries. With `unless_equal` 1, return 0 if all lengths are equal."""
-        return cute.arch.make_warp_uniform(self.header[3 * unless_equal])
+    def count(self) -> Int32:
+        return cute.arch.make_warp_uniform(self.header[0])
 
     def lengths_differ(self) -> cutlass.Boolean:
-        """Return True if not all lengths are equal. The lengths must have been compared."""
-        return cute.arch.make_warp_uniform(self.header[2]) == 0
+        """Return True if not all lengths are equal. A dense kernel must have run ahead."""
+        return cute.arch.make_warp_uniform(self.header[EQUAL_INT - HEADER_PAIR]) == 0
 
     def relative_work(self) -> Int32:
         """Return the total work as a multiple of the longest tile. The result is at least 1, even without tiles."""
@@ -265,7 +265,7 @@ class VarlenAddressing(ConditionalAddressing):
         return self.rows.capacity()
 
     def blocks_of_rows(self, Sq: Int32, size: int) -> Int32:
-        return self.rows.count(self.skips_equal_lengths)
+        return self.rows.count()
 
     def heads_per_l2_group(self, fitting_heads: Int32, heads: Int32, group: Int32, of_keys: bool = False) -> Int32:
         """Return the number of heads per L2 group, large enough to keep the last tile from running on alone.
@@ -290,7 +290,7 @@ class VarlenAddressing(ConditionalAddressing):
         return self.keys.capacity()
 
     def blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
-        return self.keys.count(self.skips_equal_lengths)
+        return self.keys.count()
 
     def of_rows(self, order: TileScheduler, sizes: SeqlenInfo, kv_heads: Int32) -> VarlenTileGrid:
         return VarlenTileGrid(order, sizes, kv_heads, entries=self.rows)
