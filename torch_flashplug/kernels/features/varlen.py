@@ -20,7 +20,7 @@ from cutlass import Int32
 
 from ...registry.kernel_spec import DQ_TILE_M
 from ..preprocess.varlen_tile_list import BLOCK, CLASSES, THREADS, TileListKernel, TileListSpec, VarlenInputs
-from ..tiling.equal_lengths import wait_for_previous_launch
+from ..tiling.equal_lengths import overlaps_launches, wait_for_previous_launch
 from ..tiling.varlen import ENTRY_INTS, HEADER_INTS, VarlenAddressing, VarlenTileList
 from .base import KernelFeatures
 
@@ -61,10 +61,12 @@ class VarlenFeature(KernelFeatures):
             capacity = (inputs.keys if list_spec.of_keys else inputs.rows) // list_spec.size + inputs.sequences
             first_entry = cute.make_ptr(Int32, (start + ENTRY_INTS).toint(), cute.AddressSpace.gmem, assumed_align=16)
             entries = cute.make_tensor(first_entry, cute.make_layout((capacity, ENTRY_INTS), stride=(ENTRY_INTS, 1)))
-            header = cute.make_tensor(start + inputs.header_start, cute.make_layout(HEADER_INTS))
+            header_start = start + inputs.header_start if overlaps_launches() else start
+            header = cute.make_tensor(header_start, cute.make_layout(HEADER_INTS))
             lists[list_spec.name] = VarlenTileList(entries, header)
             start = start + (capacity + 1) * ENTRY_INTS
-        return VarlenAddressing(**lists, total_keys=inputs.keys, skips_equal_lengths=inputs.compares_lengths)
+        skips_equal_lengths = inputs.compares_lengths if overlaps_launches() else 0  # dense kernels are for Hopper
+        return VarlenAddressing(**lists, total_keys=inputs.keys, skips_equal_lengths=skips_equal_lengths)
 
 
 class TileListsThenKernel:

@@ -210,6 +210,14 @@ class TileListBuilder:
 
     @cute.jit
     def build(self):
+        """Make the list, unless a dense kernel has computed the call."""
+        if cutlass.const_expr(overlaps_launches()):
+            self.build_unless_equal()
+        else:  # dense kernels of packed sequences are for Hopper, and registers are few
+            self.make_list()
+
+    @cute.jit
+    def build_unless_equal(self):
         """Compare the lengths if asked to, and make the list unless a dense kernel has computed the call."""
         lengths_are_equal = cutlass.Boolean(False)
         if self.inputs.compares_lengths != 0:
@@ -378,7 +386,10 @@ class TileListBuilder:
             self.store_in_header(HEADER_PAIR, total)
 
     def store_in_header(self, index: int, value: Int32) -> None:
-        cute.arch.store(self.tile_list.header.iterator + (index - self.inputs.header_start), value)
+        if cutlass.const_expr(overlaps_launches()):
+            cute.arch.store(self.tile_list.header.iterator + (index - self.inputs.header_start), value)
+        elif cutlass.const_expr(index < HEADER_PAIR):
+            cute.arch.store(self.tile_list.header.iterator + index, value)
 
     def store(self, position: Int32, entry: TileListEntry) -> None:
         values = cute.make_rmem_tensor((ENTRY_INTS,), Int32)
