@@ -371,6 +371,7 @@ CALL_OF_FACT: dict[str, Callable[[DeviceBackend], Call]] = {
     "on_cuda": lambda device_backend: (batch_of_one(device_backend), {}),
     "grad": lambda device_backend: (batch_of_one(device_backend, grad=True), {}),
     "deterministic": lambda device_backend: (batch_of_one(device_backend, grad=True), {}),
+    "without_cudnn": lambda device_backend: (batch_of_one(device_backend), {}),
     "scale": lambda device_backend: (batch_of_one(device_backend), {"scale": -0.2}),
     "dropout_p": lambda device_backend: (batch_of_one(device_backend), {"dropout_p": 0.5}),
     "bias_grad": lambda device_backend: (
@@ -425,6 +426,7 @@ def test_describe_call_reports_every_fact(fact: str) -> None:
         call, is_on_cuda = CALL_OF_FACT[fact](device_backend), fact != "on_cuda"
         bindings.set_cpu_stub(is_on_cuda)
         torch.use_deterministic_algorithms(fact == "deterministic")
+        torch.backends.cuda.enable_cudnn_sdp(fact != "without_cudnn")
         try:
             facts = describe_facts(call, is_on_cuda), DEVICES["h100"], bindings.effective_mode()
             assert not bindings.is_remembered(*facts)
@@ -435,6 +437,7 @@ def test_describe_call_reports_every_fact(fact: str) -> None:
             assert bindings.is_remembered(*facts)
         finally:
             torch.use_deterministic_algorithms(False)
+            torch.backends.cuda.enable_cudnn_sdp(True)
         assert facts[0][fact] != describe_facts((batch_of_one(device_backend), {}))[fact]
 
 

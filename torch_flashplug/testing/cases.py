@@ -353,7 +353,7 @@ WIDE_CASES: tuple[Case, ...] = tuple(
     for sq, sk in ((65, 1), (66, 63), (127, 64), (128, 65), (257, 300))
     for mask in ((), ("causal",))
 ) + tuple(
-    new_case(f"wide_row_d{d}" + ("_causal" if mask else ""), (1, 66, 66), (192, 70), (d, d), *mask)
+    new_case(f"wide_row_d{d}" + ("_causal" if mask else ""), (1, 66, 66), (127, 90), (d, d), *mask)
     for d in (320, 384, 512)
     for mask in ((), ("causal",))
 ) + tuple(
