@@ -49,7 +49,7 @@ bool has_dtype(AtenTensorHandle tensor, int32_t dtype) {
 
 }  // namespace
 
-void read_settings(CallFacts* p) {
+void read_torch_settings(CallFacts* p) {
   p->deterministic = torch_symbols().deterministic();
   p->without_cudnn = !torch_symbols().cudnn_enabled();
 }

@@ -215,7 +215,7 @@ void visit_facts(CallFacts& p, Visit&& visit) {
 }
 
 // Read the current settings of torch that a plan depends on.
-void read_settings(CallFacts* p);
+void read_torch_settings(CallFacts* p);
 
 // Read the facts that are numbers of a call.
 inline void read_numbers(const AttentionArgs& call, CallFacts* p) {

@@ -100,7 +100,7 @@ Decision make_decision(const Call& call, Mode mode, ReadFacts* read) {
   const DeviceFacts device = device_facts(facts.device_index());
   p.grad = wants_grad(call);
   p.bias_grad = p.grad && wants_bias_grad(call);
-  read_settings(&p);
+  read_torch_settings(&p);
   // No row of the class can win: decided before shapes are read.
   if (!forced && !plans_are_logged() && !may_serve_class(p, device, mode, tables())) return {exit_index("class")};
   if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return {exit_index("nested")};

@@ -23,7 +23,7 @@ constexpr int64_t kSector = 8;  // in 32-bit numbers
 
 // Return the capacity of the lists, for any kernel. A list has entries for blocks of the smallest size, an extra block
 // for each sequence, and for the rows before the first and after the last sequence. An entry takes a sector, and so
-// does a list's head. One sector is spare.
+// does a list's head. One more sector allows a size of one number less (`list_of_kernel()`).
 int64_t list_capacity(const CallFacts& p) {
   constexpr int64_t most_lists = 3, least = 64;
   const int64_t num_entries = std::max(p.Sq, p.Sk) / least + p.sequences + 2;

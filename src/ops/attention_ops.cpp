@@ -176,7 +176,7 @@ namespace {
 // another thread's mode is not the call's. The settings of torch are the current settings.
 CallFacts backward_facts(const ReadFacts& facts) {
   CallFacts p = facts.call;
-  read_settings(&p);
+  read_torch_settings(&p);
   return p;
 }
 Mode by_any(Mode mode) { return Mode::forcing(std::max(mode.family(), 0)); }

@@ -2,7 +2,7 @@
 // Python and autograd.
 //
 // The function answers None for every call that is not plain, and before anything was launched. attention() in Python
-// then handles the call, with all texts of errors. Plain calls have operands of 16 bits, no gradients, and nothing on
+// then handles the call, and raises all errors. Plain calls have operands of 16 bits, no gradients, and nothing on
 // the thread that would see the calls of ops. The checks here only say yes or no. Checks of the ops throw; a thrown
 // error counts as no, and Python meets the error again.
 //

@@ -208,7 +208,7 @@ ForwardResult stock_forward(const ForwardCall& call, const ReadFacts& facts, con
 ForwardResult forward(const ForwardCall& call) {
   ReadFacts facts = read_facts(call);
   CallFacts& p = facts.call;
-  read_settings(&p);
+  read_torch_settings(&p);
   const DeviceFacts device = device_facts(facts.device_index());
   const auto plan_with = [&](bool grad) {
     p.grad = grad;
@@ -233,7 +233,7 @@ ForwardResult forward(const ForwardCall& call) {
 BackwardResult backward(const BackwardCall& call) {
   ReadFacts facts = read_facts(call.forward);
   CallFacts& p = facts.call;
-  read_settings(&p);
+  read_torch_settings(&p);
   const DeviceFacts device = device_facts(facts.device_index());
   BackwardResult result;
   const Mode mode = call.forward.mode;

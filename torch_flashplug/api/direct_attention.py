@@ -1,7 +1,7 @@
 """Plain calls of `attention()` in one C function (src/ops/direct_attention.cpp), without ops and views of torch.
 
 The C function answers None for every call that is not plain, such as a call with gradients, under a mode of torch, or
-with invalid arguments. `attention()` then takes the general path, which has the texts of all errors.
+with invalid arguments. `attention()` then takes the general path, which raises all errors.
 """
 
 from __future__ import annotations

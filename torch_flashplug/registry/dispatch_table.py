@@ -68,8 +68,8 @@ class CostModel:
 
 MAX_SPLITS = 255  # limit of num_splits: the bits of a mode word (Mode in src/core/core.h)
 MAX_HEAD_DIM, HEAD_DIM_STEP = 512, 8  # head dims of the kernels; rows are read in units of 16 bytes
-# Largest head dim with gradients, decode kernels, 8 bits, measured faults of stock, and torch's entries other than
-# F.sdpa. Only forwards of 16 bits have larger head dims.
+# Largest head dim of all other kernels: gradients, pages, caches and 8 bits. Also the largest head dim with measured
+# faults of stock, and of torch's entries other than F.sdpa.
 MAX_GENERAL_HEAD_DIM = 256
 SPLIT_UNIT = 128  # fixed_split_size is a multiple, because a split must be a multiple of any tile_n
 
@@ -97,8 +97,8 @@ class ChoiceRow:
     min_tiles: int
     ratio: float  # stock default time / kernel time, the lowest measured in the class
     measured: str  # date, machine, suite
-    # The same with cuDNN switched off, as some serving programs do; 0: not measured, so `ratio` counts. Programs switch
-    # cuDNN off with torch.backends.cuda.enable_cudnn_sdp(False).
+    # The same ratio if the program has switched cuDNN off, with torch.backends.cuda.enable_cudnn_sdp(False). 0: not
+    # measured, so `ratio` counts.
     without_cudnn: float = 0.0
     tile_m: int = 0  # only calls with a kernel of so many query rows in a tile; 0: any
     min_packed: int = 1  # only calls with at least so many query rows for a KV head, Sq * (Hq / Hkv)
@@ -193,7 +193,7 @@ _FEW = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _FORWARD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite forward"
 _PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (docs/experiments/backward.md)"
 _PARTS_OF_96 = "2026-11-29 H200, bursts, B*S 16384, D 72, 80, 96, 20 heads on 20 and 5 (docs/experiments/backward.md)"
-_TODAY = "2026-11-29 H200, torch 2.11 + cuDNN 9.19, bench --suite grad, cells of the row"
+_GRAD_AGAIN = "2026-11-29 H200, torch 2.11 + cuDNN 9.19, bench --suite grad, cells of the row"
 _LARGE = "2026-11-29 H200, torch 2.11 + cuDNN 9.19 (docs/experiments/forward.md)"
 _ODD = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd"
 _DECODE = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode"
@@ -350,20 +350,20 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     #
     # Short queries, with a decode kernel as the forward: 64 rows with 64 keys (12 cells) and with 384 keys (12 cells).
     ChoiceRow("decode", "square", 90, True, "full", 1, 256, 33, 64, 1, 384, 0, 1.117, _FEW),
-    ChoiceRow("fwd", "square", 90, True, "full", 1, 128, _MIN_SQ, 256, 1025, ANY, 0, 1.059, _TODAY, 1.172),
+    ChoiceRow("fwd", "square", 90, True, "full", 1, 128, _MIN_SQ, 256, 1025, ANY, 0, 1.059, _GRAD_AGAIN, 1.172),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 64, 1.042, _GRAD),
-    ChoiceRow("fwd", "square", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 0, 0.885, _TODAY, 0.877),
+    ChoiceRow("fwd", "square", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 0, 0.885, _GRAD_AGAIN, 0.877),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.047, _GRAD),
     # Four query heads or more for a KV head, and few tiles of keys. On an H100, the cells waited for the host code of
     # stock: 1.47.
     ChoiceRow("fwd", "square", 90, True, "full", 121, 128, 513, 2048, 513, 2048, 65, 1.136, _GROUPED, min_packed=4096),
-    ChoiceRow("fwd", "square", 90, True, "full", 121, 128, 513, 2048, 513, 2048, 0, 0.987, _TODAY, 1.046, 0, 4096),
+    ChoiceRow("fwd", "square", 90, True, "full", 121, 128, 513, 2048, 513, 2048, 0, 0.987, _GRAD_AGAIN, 1.046, 0, 4096),
     ChoiceRow("fwd", "square", 90, True, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 1.032, _GRAD),
     ChoiceRow("fwd", "square", 90, True, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.066, _GRAD),
     ChoiceRow("fwd", "square", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _WIDE),
-    ChoiceRow("fwd", "square", 90, True, "full", 129, 256, _MIN_SQ, 256, 1025, ANY, 0, 1.052, _TODAY, 1.181),
+    ChoiceRow("fwd", "square", 90, True, "full", 129, 256, _MIN_SQ, 256, 1025, ANY, 0, 1.052, _GRAD_AGAIN, 1.181),
     ChoiceRow("fwd", "square", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 64, 1.706, _WIDE),
-    ChoiceRow("fwd", "square", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 0, 1.637, _TODAY, 1.783),
+    ChoiceRow("fwd", "square", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 0, 1.637, _GRAD_AGAIN, 1.783),
     ChoiceRow("fwd", "square", 90, True, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.089, _WIDE),
     ChoiceRow("fwd", "square", 90, True, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.123, _WIDE),
     # Bool masks (410 cells with more rows than a decode, 216 decode cells). If the ratio is below 1, stock still
@@ -420,12 +420,12 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "square", 90, True, "mask+dropout", 1, 128, 128, ANY, 128, ANY, 0, 1.259, _DROPOUT),
     ChoiceRow("fwd", "square", 90, True, "bias+dropout", 1, 128, 128, ANY, 128, ANY, 0, 1.100, _DROPOUT),
     # D != Dv with the split backward: (128, 64), (64, 128), (192, 128), with Sq = Sk.
-    ChoiceRow("fwd", "mixed", 90, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 0.931, _TODAY, 0.989),
+    ChoiceRow("fwd", "mixed", 90, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 0.931, _GRAD_AGAIN, 0.989),
     ChoiceRow("fwd", "mixed", 90, True, "full", 65, 128, 257, ANY, 1025, ANY, 0, 1.073, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.988, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "full", 129, 192, 256, ANY, 256, ANY, 0, 1.176, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "causal", 129, 192, _MIN_SQ, 2048, 1, ANY, 0, 1.111, _WIDE),
-    ChoiceRow("fwd", "mixed", 90, True, "causal", 129, 192, 2049, ANY, 1, ANY, 0, 0.880, _TODAY, 6.174),
+    ChoiceRow("fwd", "mixed", 90, True, "causal", 129, 192, 2049, ANY, 1, ANY, 0, 0.880, _GRAD_AGAIN, 6.174),
     # Lower-right masks of torch.nn.attention.bias, which stock serves by efficient attention
     # (src/hooks/efficient_attention_op.cpp). Up to 16 heads, 1024 rows and 2048 keys, the kernels wait for the host:
     # forwards have ratios of 0.57 to 0.74.

@@ -53,14 +53,10 @@ class ConditionalAddressing(TileAddressing):
         """Return True if the lengths give the launch work. All lanes of a warp take part, with the same result."""
         raise NotImplementedError
 
-    def start_next_launch(self) -> None:
-        """Let the next launch start and wait for the end of the current launch."""
+    def has_work(self) -> Boolean:
+        """Return `lengths_have_work()`, and let the next launch start and wait for the end of the current launch."""
         if overlaps_launches():
             cute.arch.griddepcontrol_launch_dependents()
-
-    def has_work(self) -> Boolean:
-        """Return `lengths_have_work()`, and let the next launch start."""
-        self.start_next_launch()
         return self.lengths_have_work()
 
 
