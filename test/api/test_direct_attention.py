@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_flashplug
 from torch_flashplug import VarlenPlan, attention, plan_varlen
-from torch_flashplug.api import attention as api_attention
-from torch_flashplug.api import attention_args, direct_attention, startup, varlen
+from torch_flashplug.api import attention_args, direct_attention, startup
 from torch_flashplug.dispatch import bindings
 
 HQ, HKV, D = 4, 2, 64
@@ -93,12 +92,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
         ANSWERS.append(attend(*arguments))
         return ANSWERS[-1]
 
-    def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    def has_kernel(_: int, query: Tensor, key: Tensor, value: Tensor) -> bool:
         return query.dtype == key.dtype == value.dtype and query.dtype in attention_args.SIXTEEN_BITS
 
     monkeypatch.setattr(direct_attention, "attend", observed)
-    for module in (api_attention, attention_args, varlen):
-        monkeypatch.setattr(module, "has_kernel", has_kernel)
+    monkeypatch.setattr(attention_args, "_has_kernel_up_to", has_kernel)
     ANSWERS.clear()
     with recorded_launches() as recorder, torch.no_grad():
         yield recorder
