@@ -276,6 +276,7 @@ ASKED = """
 #include <dlfcn.h>
 #include "core/values.h"
 #include "core/errors.cpp"
+#include "core/python_api.cpp"
 namespace flashplug {
 void* in_process(const char* library) { return dlopen(library, RTLD_NOLOAD | RTLD_NOW); }
 }
