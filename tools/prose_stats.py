@@ -90,6 +90,11 @@ def variables_of(tree: ast.Module) -> Iterator[str]:
             yield node.arg
 
 
+def words_of(text: str) -> list[str]:
+    """Return the words of a text without the unit us (microseconds)."""
+    return re.findall(r"[A-Za-z][A-Za-z']*", re.sub(r"(\d)\s+us\b|\bUs\b", r"\1", text))
+
+
 def add_file(stats: Stats, path: Path) -> None:
     """Add the counts of a file to `stats`.
 
@@ -100,7 +105,7 @@ def add_file(stats: Stats, path: Path) -> None:
     tree = ast.parse(source)
     docstrings = list(docstrings_of(tree))
     for text in (*docstrings, *comments_of(source)):
-        words = re.findall(r"[A-Za-z][A-Za-z']*", text)
+        words = words_of(text)
         stats.words += len(words)
         stats.pronouns += sum(word.lower() in PRONOUNS for word in words)
     stats.docstrings += len(docstrings)
@@ -111,15 +116,14 @@ def add_file(stats: Stats, path: Path) -> None:
 
 
 def text_of_markdown(source: str) -> str:
-    """Return the text of a page without code blocks, inline code, targets of links, and the unit us (microseconds)."""
+    """Return the text of a page without code blocks, inline code, and targets of links."""
     text = re.sub(r"^( *)```.*?^ *```", "", source, flags=re.S | re.M)
-    text = re.sub(r"(\d)\s+us\b|\bUs\b", r"\1", re.sub(r"`[^`]*`", "", text))
-    return re.sub(r"\]\([^)]*\)", "]", text)
+    return re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "", text))
 
 
 def markdown_stats(path: Path) -> Stats:
     """Return the counts of words and pronouns of a Markdown page."""
-    words = re.findall(r"[A-Za-z][A-Za-z']*", text_of_markdown(path.read_text()))
+    words = words_of(text_of_markdown(path.read_text()))
     return Stats(words=len(words), pronouns=sum(word.lower() in PRONOUNS for word in words))
 
 

@@ -38,8 +38,7 @@ _NOT_HOOKABLE = (2, 3)
 
 _MIB = 1 << 20
 # DeviceFacts for explain() on a machine without the named GPU. The numbers are from data sheets. Shared memory is the
-# most that one CTA may request. The compute capability is the GPU's own; architectures.py says which kernels run on a
-# GPU.
+# maximum of a CTA. The compute capability is the GPU's own; architectures.py names the kernels that run on a GPU.
 DEVICES: dict[str, dict[str, int]] = {
     "h100": {"cc": 90, "sm_count": 132, "smem_bytes": 232448, "l2_bytes": 50 * _MIB, "memory_rate": 3352},
     "h200": {"cc": 90, "sm_count": 132, "smem_bytes": 232448, "l2_bytes": 60 * _MIB, "memory_rate": 4814},
@@ -52,9 +51,9 @@ DEVICES: dict[str, dict[str, int]] = {
 
 
 def _cache_mark() -> str:
-    """Return a text that identifies the state, besides the program, on which a traced graph depends.
+    """Return a text about the state, besides the program, behind a traced graph.
 
-    The text covers the dispatch tables, the flags that affect tracing, and the source of the tracing module.
+    The text covers the dispatch tables, the flags of tracing, and the source of the tracing module.
     """
     table = zlib.crc32(
         repr((FAMILIES, kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, stock_bugs.STOCK_BUGS)).encode()
@@ -130,7 +129,7 @@ class _Entered(threading.local):
 _entered = _Entered()
 
 
-# Backends with kernels that multiply in 8 bits.
+# Backends with kernels for products in 8 bits.
 _BACKENDS_8BIT = tuple(
     family.backend
     for family in FAMILIES
@@ -150,7 +149,7 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
     outside of the region is read by the compiled attention ops at run time. But a graph whose attention was traced to
     stock keeps stock, as with torch.nn.attention.sdpa_kernel.
 
-    A forced backend that cannot run a call on a GPU raises a RuntimeError with the reasons.
+    A forced backend raises a RuntimeError with the reasons if the backend cannot run a call on a GPU.
 
     Args:
         backend: "auto", "fa3", "fa2", "math" or "stock". "fa3" are the kernels for Hopper. "fa2" are the kernels for
@@ -240,21 +239,21 @@ class Plan:
     backend: str  # "fa3", "fa2", "math" or "stock"
     kernel: str = ""  # name of the kernel; empty where no torch_flashplug kernel runs
     splits: int = 1  # number of parts into which the keys are split
-    reasons: dict[str, str] = field(default_factory=dict)  # for every backend that was not selected, the reason
+    reasons: dict[str, str] = field(default_factory=dict)  # the reason of every backend without selection
     gate: str = ""  # the arithmetic of the decode gate
-    row: str = ""  # the measured entry of the dispatch table that decided
+    row: str = ""  # the measured entry of the dispatch table behind the decision
     precision: str = ""  # the 8-bit recipe of the products; empty: the products have 16 bits
     why_not_8bit: str = ""  # why the products have 16 bits although 8 are permitted
     mask: str = ""  # how torch_flashplug kernels read a float mask
-    copies: str = ""  # operands that are copied first, because no kernel reads the present layout
+    copies: str = ""  # operands copied first, because no kernel reads the present layout
     stock_bug: str = ""  # what stock would do wrong with this call, where the stock bug decided
     # A note on the call: the alignment of is_causal where Sq and Sk differ, or the dense kernels of packed sequences.
     note: str = ""
     gradients: str = ""  # the backward of a torch_flashplug forward, and why; empty without gradients
     sharing: int = 1  # number of tiles of a KV block in the backward, which share the query heads of a KV head
-    part: str = ""  # for a call on several devices, the part of the call that the plan describes
-    error: str = ""  # the error that the call raises, from a forced backend, from stock or from math
-    stock_choice: str = ""  # stock's own choice of a backend for this call (real CUDA tensors only)
+    part: str = ""  # for a call on several devices, the described part of the call
+    error: str = ""  # the error of the call, from a forced backend, from stock or from math
+    stock_choice: str = ""  # stock's own choice of a backend (real CUDA tensors only)
 
     whole = renamed_attribute("Plan", "whole", "why_not_8bit")
     rescue = renamed_attribute("Plan", "rescue", "stock_bug")
@@ -396,7 +395,7 @@ class _SdpaCall:
 
     @functools.cached_property
     def hook_tensors(self) -> tuple[Tensor | None, ...]:
-        """Query, key, value and mask with the dims that the dispatcher receives."""
+        """Query, key, value and mask with the dims for the dispatcher."""
         return _as_hook_gets(self.query, self.key, self.value, self.attn_mask)
 
     @functools.cached_property
@@ -485,7 +484,7 @@ class _SdpaCall:
 
 
 def _as_hook_gets(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return query, key, value and mask with the dims that the dispatcher receives.
+    """Return query, key, value and mask with the dims for the dispatcher.
 
     The composite hook receives the caller's tensors: it runs before torch adds a batch dim to 3-D operands.
     """
@@ -534,8 +533,8 @@ def _explain_cached(
 ) -> Plan:  # fmt: skip
     """Return the plan of a call with 8-bit key and value.
 
-    A kernel that reads 8 bits serves the call, no matter which backend is requested. If there is no such kernel, the
-    plan is that of the call with dequantized 16-bit key and value.
+    A kernel for 8-bit operands serves the call, for any requested backend. If there is no such kernel, the plan is the
+    plan of the call with dequantized 16-bit key and value.
     """
     op_args = readable(query, key, value, attn_mask, dropout_p, is_causal, **settings)
     reason = "The call has dropout, gradients, or tensors of different dtypes or classes."
@@ -551,7 +550,7 @@ def _explain_cached(
                 call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
                 fields = {name: kernel_plan[name] for name in ("kernel", "splits", "gate")}
                 return Plan(call, backend, **fields, reasons=reasons, copies=read)
-            # The first reason can be the 8-bit dtypes themselves, which say nothing new.
+            # The first reason can be the 8-bit dtypes, a known fact.
             reasons[backend] = kernel_plan["reasons"].get(backend, "").rpartition("Also: ")[2]
         reason = reasons[KERNEL_BACKENDS[-1]]
         if query.shape[1] // max(key.shape[1], 1) * query.shape[2] > dispatch_table.COST_MODEL.max_decode_rows:

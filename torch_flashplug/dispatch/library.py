@@ -81,7 +81,9 @@ _ROW_KINDS = (
 _ARGUMENT_TYPES: dict[str, tuple[object, ...]] = {
     "hold_error": (ctypes.py_object,),
     "direct_attention": (
-        *[ctypes.py_object] * 3, ctypes.c_int64, *[ctypes.c_void_p] * 2,
+        *[ctypes.py_object] * 3,
+        ctypes.c_int64,
+        *[ctypes.c_void_p] * 2,
     ),
     "may_meet_itself": (_NUMBERS,),
     "may_overlap": (_NUMBERS, _NUMBERS),
