@@ -311,7 +311,7 @@ struct LayoutRow {
   int64_t max_splits;            // limit of num_splits; a mode word has 8 bits for the number
   int64_t split_unit;            // fixed_split_size is a multiple, because a split must be a multiple of any tile_n
   int64_t max_head_dim;          // largest head dim of the kernels
-  int64_t max_general_head_dim;  // the same, if the forward kernels alone have larger head dims
+  int64_t max_general_head_dim;  // the same, if the auto mode has forward kernels alone for larger head dims
   int64_t head_dim_step;         // head dims are multiples, because rows are read in units of 16 bytes
   int64_t workspace_alignment;   // bytes: alignment of each tensor in the workspace of quantized operands
   int64_t page_group_rows;       // kernels read pages in place whose rows are a multiple

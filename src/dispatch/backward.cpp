@@ -141,12 +141,19 @@ int64_t workspace_floats(const CallFacts& p, const KernelRow& row) {
   return p.B * p.Hq * (rows * row.d_max + counters);
 }
 
+bool has_unmeasured_gradients(const CallFacts& p, const Tables& tables) {
+  return std::max(p.D, p.Dv) > tables.layout.max_general_head_dim;
+}
+
 // A backward kernel of this project runs wherever possible. The alternatives after a forward of this project are the
 // backward of stock's efficient attention, which is slower, and the math backward. On an unmeasured GPU, the auto mode
 // uses a backward kernel of this project only in place of the math backward.
 BackwardPlan plan_backward(const CallFacts& original, const DeviceFacts& device, Mode mode, const Tables& tables,
                            int64_t wanted_grads) {
   if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
+  if (mode.backend() == Backend::kAuto && has_unmeasured_gradients(original, tables))
+    return refused(
+        Reason{Why::kUnmeasuredGradients, std::max(original.D, original.Dv), tables.layout.max_general_head_dim});
   const CallFacts p = after_copies(original, tables);
   const BackwardPlan plan = attempt_all(p, device, tables, std::max(mode.family(), 0), wanted_grads);
   if (!plan.ours() || mode.backend() != Backend::kAuto || !stock_efficient_supports(p)) return plan;

@@ -47,6 +47,7 @@ enum class Why : int {
   kDeterministic,
   kNoBackward,
   kNoBiasGradient,
+  kUnmeasuredGradients,  // head dim; largest head dim with measured gradients
   kGradientsInEightBits,
   kCount
 };
@@ -75,6 +76,7 @@ inline constexpr const char* kWhyNames[] = {"none",
                                             "deterministic",
                                             "no backward",
                                             "no bias gradient",
+                                            "unmeasured gradients",
                                             "8 bits with gradients"};
 static_assert(std::size(kWhyNames) == static_cast<size_t>(Why::kCount));
 
@@ -195,6 +197,8 @@ struct BackwardPlan {
 // Gradients wanted from a backward call beside the bias gradient: dQ, dK and dV, or both
 // (kernels/call_args/kernel_call.py).
 constexpr int64_t kNeedsDq = 1, kNeedsDkDv = 2, kNeedsAll = 3;
+// Return true for head dims whose backward kernels were not timed on a GPU. The auto mode uses no such kernel.
+bool has_unmeasured_gradients(const CallFacts& p, const Tables& tables);
 BackwardPlan plan_backward(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables,
                            int64_t wanted_grads = kNeedsAll);
 // Return the kernel row for the gradients of query, key and value, or -1.

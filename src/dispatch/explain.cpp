@@ -266,6 +266,10 @@ std::string reason_text(const Reason& reason, const CallFacts& p, const DeviceFa
              "both forward and backward.";
     case Why::kNoBiasGradient:
       return "attn_mask requires a gradient, and no kernel that computes this gradient takes the call.";
+    case Why::kUnmeasuredGradients:
+      return "The call needs gradients with head dim " + actual + ". The auto mode serves gradients up to " + allowed +
+             ", because the backward kernels of larger head dims were not timed. Force these kernels with "
+             "sdpa_backend('fa3').";
     case Why::kGradientsInEightBits:
       return "8-bit attention has no backward. Use torch.no_grad() or precision='16bit'.";
   }

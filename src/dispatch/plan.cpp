@@ -78,7 +78,7 @@ Reason unwanted(const CallFacts& p, const CallFacts& original, const DeviceFacts
   // not be deterministic. For a bias, the math backward would follow, which needs memory for every score.
   const bool grad = p.as_with_gradients();
   if (const BackwardPlan ours = grad ? plan_backward(p, device, mode, tables) : BackwardPlan{}; !ours.ours()) {
-    if (ours.why.why == Why::kNoBiasGradient) return ours.why;
+    if (ours.why.why == Why::kNoBiasGradient || ours.why.why == Why::kUnmeasuredGradients) return ours.why;
     return Reason{p.deterministic ? Why::kDeterministic : Why::kNoBackward};
   }
   if (has_stock_bug) return {};

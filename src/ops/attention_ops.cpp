@@ -179,13 +179,17 @@ CallFacts backward_facts(const ReadFacts& facts) {
   read_torch_settings(&p);
   return p;
 }
-Mode by_any(Mode mode) { return Mode::forcing(std::max(mode.family(), 0)); }
+Mode by_any(const CallFacts& p, Mode mode) {
+  const bool is_auto = mode.backend() == Backend::kAuto;
+  return is_auto && has_unmeasured_gradients(p, tables()) ? mode : Mode::forcing(std::max(mode.family(), 0));
+}
 
 }  // namespace
 
 bool differentiate_attention(const BackwardCall& call, const ReadFacts& facts, BackwardResult* result) {
-  return our_backward(call, backward_facts(facts), device_facts(facts.device_index()), facts.device_index(),
-                      by_any(call.forward.mode), result);
+  const CallFacts p = backward_facts(facts);
+  return our_backward(call, p, device_facts(facts.device_index()), facts.device_index(), by_any(p, call.forward.mode),
+                      result);
 }
 
 namespace {
@@ -323,7 +327,7 @@ void planned_lists(StableIValue* stack, uint64_t, uint64_t) {
   if (kernels && box::to<bool>(stack[op["gradients"]])) {
     CallFacts p = backward_facts(facts);
     p.grad = true;
-    backward = plan_backward(p, device, by_any(call.mode), tables());
+    backward = plan_backward(p, device, by_any(p, call.mode), tables());
   }
   PlannedLists lists = plan_lists(call, facts, plan, backward);
   stack[op.result("lists")] = box::from_tensor(std::move(lists.lists));

@@ -105,7 +105,8 @@ def test_changed_kernel_file_recompiles_only_dependent_kernels(tmp_path, monkeyp
     before = {spec: compiler.key(spec, "sm_90a") for spec in SPECS}
     for changed, hits in (
         ("kernels/sm80/backward.py", lambda spec: spec.arch == 80 and spec.is_backward),
-        ("kernels/sm90/backward_dq.py", lambda spec: spec.kind == "partbwd"),
+        ("kernels/sm90/backward_dq.py", lambda spec: spec.kind == "partbwd" and not spec.is_wide_backward),
+        ("kernels/sm90/backward_wide_dq.py", lambda spec: spec.is_wide_backward),
         # The bias stage uses primitives of both architectures, except in decode kernels.
         (
             "kernels/primitives/sm80.py",

@@ -58,6 +58,7 @@ REASON_CASES = {
     "deterministic": ReasonCase(LONG | {"grad": 1, "deterministic": 1}, kernels=FORWARDS),
     "no backward": ReasonCase(LONG | {"grad": 1}, kernels=FORWARDS),
     "no bias gradient": ReasonCase(LONG | {"bias": 1, "grad": 1, "bias_grad": 1}, kernels=NO_BIAS_GRADIENT),
+    "unmeasured gradients": ReasonCase(call((1, 8, 8), (512, 512), (512, 512), grad=1)),
     "8 bits with gradients": ReasonCase(PLAIN | {"grad": 1}, mode=sdpa_backend("fa3", precision="8bit").mode),
 }
 TESTED_IN_CALL_FACTS = {"together"}  # tested with a separate table in test_call_facts.py
@@ -89,7 +90,7 @@ def test_every_reason_has_a_call(reason: str) -> None:
         ({"causal": 1, "D": 520}, "kernels take at most 512"),
         ({"bias": 1, "D": 264}, "the kernels with bias take at most 256"),
         ({"dropout": 1, "dropout_p": 0.1, "Dv": 264}, "the kernels with dropout take at most 256"),
-        ({"D": 264, "grad": 1}, "no backward kernel takes this call"),
+        ({"D": 264, "grad": 1}, "The auto mode serves gradients up to 256"),
         ({"D": 264}, "No measured entry covers this call"),
         ({"causal": 1, "mask": 1}, "PyTorch does not define the combination (its math backend raises)"),
         ({"causal": 1, "bias": 1}, "PyTorch does not define the combination (its math backend raises)"),

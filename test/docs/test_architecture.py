@@ -52,7 +52,10 @@ KERNEL_LAYERS = (
     ("tiling", "call_args"),
     ("primitives",),
 )
-COMPOSED = {"sm90/backward_split.py": {"backward_dq", "backward_dkdv"}}  # a call that launches kernels of two files
+COMPOSED = {  # calls that launch kernels of two files
+    "sm90/backward_split.py": {"backward_dq", "backward_dkdv"},
+    "sm90/backward_wide.py": {"backward_wide_dq", "backward_wide_dkdv"},
+}
 STDLIB_ONLY = {"deprecation", "env", "version", "registry"}
 NO_TORCH = {*STDLIB_ONLY, "dispatch", "codegen", "kernels", "__main__"}
 TORCHLESS_VERBS = {"cli/model_config.py", "cli/config_classes.py"}

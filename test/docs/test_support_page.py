@@ -106,7 +106,10 @@ CLAIMS: dict[str, Iterator[tuple[str, str]]] = {
     "| D = Dv 264 to 512 in steps of 8, full or causal, GQA and MQA, no gradients | `fa3` |": (
         (served(long_call(d, causal=causal)), "fa3") for d in range(264, 513, 8) for causal in (0, 1)
     ),
-    "| D above 256 with gradients, or D != Dv | stock |": ((served(long_call(320, grad=1)), "stock") for _ in (0,)),
+    "| D above 256 with gradients | stock | opt in with `sdpa_backend(\"fa3\")`": (
+        (served(long_call(320, grad=1), "h100", mode), backend) for mode, backend in ((AUTO, "stock"), (FA3, "fa3"))
+    ),
+    "| D above 256 and D != Dv | stock |": ((served(long_call(320, 512)), "stock") for _ in (0,)),
     "| D above 256 with a float mask, dropout or an 8-bit precision | stock |": (
         (served(long_call(320, **facts)), "stock") for facts in ({"bias": 1}, {"dropout_p": 0.1})
     ),

@@ -28,6 +28,7 @@ from torch_flashplug.registry.dtypes import ELEMENTS_16BIT
 from torch_flashplug.testing import (
     CASES,
     ODD_CASES,
+    WIDE_GRADIENT_CASES,
     Case,
     Inputs,
     case_named,
@@ -68,7 +69,8 @@ PARTIAL = (case_named("gqa4_d64_causal"), case_named("gqa3_d64"), case_named("re
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.backend)
 def test_every_backward_kernel_is_reached_by_a_case(family: Family) -> None:
     facts = [{"grad": 1, "deterministic": order} for order in (0, 1)]
-    calls = [(case, flags) for case in (*GRAD_CASES, *MANY_HEADS) for flags in facts]
+    wide = WIDE_GRADIENT_CASES if family.has_tma else ()
+    calls = [(case, flags) for case in (*GRAD_CASES, *MANY_HEADS, *wide) for flags in facts]
     calls += [(case, flags | {"align_q": 2}) for case in ODD_CASES for flags in facts if not family.has_tma]
     plans = [
         plan_of_forced_call(case.with_dtype(dtype), backend=family.backend, **flags)

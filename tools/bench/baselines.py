@@ -49,6 +49,8 @@ WHEELS = {
     "fa3": ("FlashAttention-3", ("flash_attn_interface", "fa3_fwd_interface"), {"num_splits": 0}),
     "fa4": ("FlashAttention-4", ("flash_attn.cute.interface",), {}),
 }
+# Peers with the interface of F.sdpa: name -> (label, module, function, arguments). Only suite largedims has such peers.
+SDPA_WHEELS = {"ffpa": ("FFPA (CuTe DSL)", "ffpa_attn", "ffpa_attn_func", {"backend": "cutedsl"})}
 SLOW = {"efficient", "math"}  # never near the fastest
 FORWARD_ONLY = {"fa3"}
 FLASH = "flex_flash"  # FlexAttention on FlashAttention-4's kernels
@@ -60,7 +62,7 @@ def labels() -> dict[str, str]:
     """Return the label of each provider in plots. Providers that cannot run on this machine also have a label."""
     ours = {name: f"torch_flashplug ({backend})" for name, backend in OURS.items()}
     both = ours | {TALL: "torch_flashplug (fa3, tall tiles)", "stock": "F.sdpa without the plugin"}
-    peers = {name: label for name, (label, *_) in (STOCK | WHEELS).items()}
+    peers = {name: label for name, (label, *_) in (STOCK | WHEELS | SDPA_WHEELS).items()}
     both |= {"flex": "FlexAttention (compiled)", FLASH: "FlexAttention (compiled, FLASH)"}
     return both | {f"{name}{ONE_ORDER}": both[name] for name in ("ours_fa3", "stock")} | peers
 
@@ -96,11 +98,11 @@ def _compiled_flex() -> Attend:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _import_wheel(modules: tuple[str, ...]) -> tuple[Callable | None, str]:
+def _import_wheel(modules: tuple[str, ...], function: str = "flash_attn_func") -> tuple[Callable | None, str]:
     reasons = []
     for name in modules:
         try:
-            return importlib.import_module(name).flash_attn_func, ""
+            return getattr(importlib.import_module(name), function), ""
         except Exception as error:  # a peer that raises any exception on import counts as absent
             reasons.append(f"{name}: {type(error).__name__}: {str(error)[:120]}")
     return None, "; ".join(reasons)
@@ -141,15 +143,29 @@ def tall_tiles() -> Iterator[None]:
         startup.push_tables()
 
 
+def _wheel_providers() -> tuple[dict[str, Provider], dict[str, str]]:
+    """Return the providers of installed wheels, and a reason for each wheel that cannot be imported."""
+    available, absent = {}, {}
+    flash = {name: (modules, "flash_attn_func", arguments) for name, (_, modules, arguments) in WHEELS.items()}
+    like_sdpa = {name: ((module,), *call) for name, (_, module, *call) in SDPA_WHEELS.items()}
+    for name, (modules, function_name, arguments) in (flash | like_sdpa).items():
+        function, reason = _import_wheel(modules, function_name)
+        if function is None:
+            absent[name] = reason
+            continue
+        attend = functools.partial(function, **arguments)
+        available[name] = Provider(name, _wheel(attend) if name in WHEELS else attend, nullcontext)
+    return available, absent
+
+
 def providers(names: set[str] | None = None) -> tuple[dict[str, Provider], dict[str, str]]:
     """Return the providers that can run on this machine, and a reason for each absent provider.
 
     Args:
-        wanted: names that limit both results. By default, "ours_fa2", TALL and the FlexAttention providers (which take
-            no mask of F.sdpa) are left out.
+        wanted: names that limit both results. By default, "ours_fa2", TALL, SDPA_WHEELS and the FlexAttention providers
+            (which take no mask of F.sdpa) are left out.
     """
     available: dict[str, Provider] = {}
-    absent: dict[str, str] = {}
     sdpa = F.scaled_dot_product_attention
     for name, backend in OURS.items():
         available[name] = Provider(name, sdpa, tall_tiles if name == TALL else ours(backend), ours=True)
@@ -160,20 +176,17 @@ def providers(names: set[str] | None = None) -> tuple[dict[str, Provider], dict[
         available[f"{name}{ONE_ORDER}"] = replace(again, name=f"{name}{ONE_ORDER}", scope=scope)
     for name, (_, backend) in STOCK.items():
         available[name] = Provider(name, sdpa, lambda backend=backend: stock_backend(backend))
-    for name, (_, modules, arguments) in WHEELS.items():
-        function, reason = _import_wheel(modules)
-        if function is None:
-            absent[name] = reason
-        else:
-            available[name] = Provider(name, _wheel(functools.partial(function, **arguments)), nullcontext)
+    installed, absent = _wheel_providers()
+    available |= installed
     available["flex"] = Provider("flex", _flex, plugin_off)
     if "fa4" in available:
         available[FLASH] = Provider(FLASH, functools.partial(_flex, kernel_options={"BACKEND": "FLASH"}), plugin_off)
     else:
         absent[FLASH] = absent["fa4"]
     if names is None:
-        available = {name: p for name, p in available.items() if name not in {"ours_fa2", TALL, "flex", FLASH}}
-        absent.pop(FLASH, None)
+        special = {"ours_fa2", TALL, "flex", FLASH, *SDPA_WHEELS}
+        available = {name: p for name, p in available.items() if name not in special}
+        absent = {name: reason for name, reason in absent.items() if name not in special}
     else:
         available = {name: p for name, p in available.items() if name in names}
         absent = {name: reason for name, reason in absent.items() if name in names}

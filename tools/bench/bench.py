@@ -33,6 +33,8 @@ rounds. The results are a JSON file, a table and a picture.
     --suite groups           forward + backward of grouped heads at the sizes of large models, ours (forced) against
                              every peer, and against ours with as many KV heads as query heads
     --suite everyday         calls of published models in auto mode, against the default of stock and every peer
+    --suite largedims        head dims above 256, ours (forced) against stock and FFPA; forward, then training, then
+                             decode
     --suite models           a stack of decoder layers of real size, with the plugin off and on (auto): time and energy
     --suite odd              like choice and grad, for calls that the Hopper kernels cannot read, on the kernels for
                              every GPU (fa2, forced); forward, then forward + backward
@@ -60,6 +62,7 @@ from tools.bench.suites import (
     dense,
     dropout,
     everyday,
+    large_head_dims,
     masks,
     model_stack,
     multi_gpu,
@@ -95,6 +98,7 @@ SUITES = {
     "grouped": dense.suite_grouped,
     "groups": dense.suite_groups,
     "everyday": everyday.suite_everyday,
+    "largedims": large_head_dims.suite_largedims,
     "models": model_stack.suite_models,
     "odd": dense.suite_odd,
 }
@@ -107,6 +111,7 @@ SUITE_PROVIDERS = {
     "grouped": {"ours_fa3", "stock"},
     "groups": {"ours_fa3", "stock", "cudnn", "fa2", "fa3", "fa4"},
     "everyday": {"ours_auto", "stock", "cudnn", "fa2", "fa3", "fa4"},
+    "largedims": large_head_dims.PROVIDERS,
     "models": set(model_stack.PROVIDERS),
     "odd": {"ours_fa2", "stock"},
     "masks": {"ours_fa3", "ours_auto", "ours_tall", "stock", "efficient", "flex", "flex_flash"},

@@ -53,6 +53,26 @@ def groups() -> list[Case]:
     ]  # fmt: skip
 
 
+def large_head_dims(prefix: str) -> list[Case]:
+    """Return cases of head dims above 256: 32 heads, also on 4 KV heads, and a single head as in image decoders."""
+    heads = [(1, 32, 32), (1, 32, 4)]
+    shapes = [(d, of_batch, s) for d in (512, 384, 320) for of_batch in heads for s in (4096, 8192)]
+    shapes += [(512, (4, 32, 32), 2048), (512, (1, 1, 1), 16384), (448, (1, 32, 32), 8192)]
+    return [
+        _case(f"{prefix}_d{d}_{mask}_b{b}s{s}_h{hq}x{hkv}", (b, hq, hkv), (s, s), (d, d), mask == "causal")
+        for d, (b, hq, hkv), s in shapes for mask in MASKS
+    ]  # fmt: skip
+
+
+def large_head_dims_decode() -> list[Case]:
+    """Return decode cases of D 512 with at least 256 MB of keys and values."""
+    calls = (((32, 8, 1), 4096), ((128, 8, 1), 1024), ((8, 32, 4), 4096), ((1, 16, 16), 8192), ((4, 16, 1), 32768))
+    return [
+        _case(f"decode_d512_b{b}h{hq}x{hkv}_k{keys}", (b, hq, hkv), (1, keys), (512, 512))
+        for (b, hq, hkv), keys in calls
+    ]
+
+
 def ungrouped(case: Case) -> Case:
     """Return the case with as many KV heads as query heads: the same FLOP, and more bytes of K and V."""
     return replace(case, name=f"{case.name}_ungrouped", Hkv=case.Hq)

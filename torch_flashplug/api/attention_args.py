@@ -252,9 +252,22 @@ def check_same(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return True if forward kernels take the operands, and backward kernels, too, if gradients are wanted."""
-    max_head_dim = MAX_GENERAL_HEAD_DIM if _is_differentiated(query, key, value) else MAX_HEAD_DIM
-    return _has_kernel_up_to(max_head_dim, query, key, value)
+    """Return True if forward kernels take the operands, and backward kernels, too, if gradients are wanted.
+
+    Backward kernels of head dims above MAX_GENERAL_HEAD_DIM were not timed, so a call has to force them.
+    """
+    if _has_kernel_up_to(MAX_GENERAL_HEAD_DIM, query, key, value):
+        return True
+    allows_all = not _is_differentiated(query, key, value) or _forces_fa3()
+    return allows_all and _has_kernel_up_to(MAX_HEAD_DIM, query, key, value)
+
+
+def _forces_fa3() -> bool:
+    """Return True if an sdpa_backend block around the call, or around its trace, forces the kernels for Hopper."""
+    return bindings.forced_kernels(tracing.mode_of_block() or bindings.effective_mode()) == "fa3"
+
+
+_forces_fa3._dynamo_marked_constant = True
 
 
 def _has_kernel_up_to(max_head_dim: int, query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -34,12 +34,20 @@ BUILDERS = {
     ("decode", 90): ("sm90.decode", "DecodeSm90"),
 }
 
+# The same for head dims above 256, where the file of BUILDERS has no kernel for such a spec.
+WIDE_BACKWARDS = {90: ("sm90.backward_wide", "WideBackwardSm90")}
+
+
+def builder_path(spec) -> tuple[str, str]:
+    """Return the module and the class that build a kernel spec."""
+    return WIDE_BACKWARDS[spec.arch] if spec.is_wide_backward else BUILDERS[spec.kind, spec.arch]
+
 
 def builder(spec):
     """Return the kernel object of a spec: callable by cute.compile, with the method `fake_arguments()`."""
     from .features.base import feature_class
 
-    module, name = BUILDERS[spec.kind, spec.arch]
+    module, name = builder_path(spec)
     kernel_class = getattr(importlib.import_module(f".{module}", __name__), name)
     launch_mixins = [
         feature_class(feature.launch_class_path)

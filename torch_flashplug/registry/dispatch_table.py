@@ -68,8 +68,8 @@ class CostModel:
 
 MAX_SPLITS = 255  # limit of num_splits: the bits of a mode word (Mode in src/core/core.h)
 MAX_HEAD_DIM, HEAD_DIM_STEP = 512, 8  # head dims of the kernels; rows are read in units of 16 bytes
-# Largest head dim of all other kernels: gradients, pages, caches and 8 bits. Also the largest head dim with measured
-# faults of stock, and of torch's entries other than F.sdpa.
+# Largest head dim of pages, caches and 8 bits, and of gradients in auto mode: backward kernels of larger head dims were
+# not timed. Also the largest head dim with measured faults of stock, and of torch's entries other than F.sdpa.
 MAX_GENERAL_HEAD_DIM = 256
 SPLIT_UNIT = 128  # fixed_split_size is a multiple, because a split must be a multiple of any tile_n
 

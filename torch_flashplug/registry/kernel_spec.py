@@ -80,6 +80,8 @@ DQ_WRITER_BYTES = 12 * 1024  # bytes of the workspace in flight for each dQ writ
 KV_IN_REGISTERS_D = 64  # up to this head dim, the five matrix products of a backward step have separate registers
 EARLY_RESCALE_DV = 256  # from this dim on, O is rescaled during the next Q K product, not after the P V product
 MAX_TILE_DV = 256  # columns of O that a warpgroup holds: the limit of a wgmma, and of registers
+BOX_COLUMNS = 64  # columns of a box of operands of a wide split backward, a line of the TMA swizzle
+WIDE_RINGS = (4, 3)  # numbers of boxes in the ring of a wide split backward, in the order of preference
 SPLIT_PADDING = 10  # decode: floats of a row of results beside the columns (PEER_PAD of split_kv.py, and two)
 
 _HALF_SMEM = (SMEM_BYTES[90] + SMEM_RESERVED) // 2 - SMEM_RESERVED
@@ -103,6 +105,13 @@ class RegisterBudget(NamedTuple):
 
     needed: int  # approximate number of registers that the thread needs
     available: int
+
+
+class WideBuffers(NamedTuple):
+    """Shared-memory buffers of a kernel of a wide split backward (kernels/backward/wide_tile.py)."""
+
+    stages: int  # stages of the operand that is loaded as a whole
+    ring: int  # boxes of 64 rows and BOX_COLUMNS columns in the ring
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +175,11 @@ class KernelSpec:
     @property
     def is_split_backward(self) -> bool:
         return self.kind == "partbwd"
+
+    @property
+    def is_wide_backward(self) -> bool:
+        """True for a split backward with separate kernels for dQ, dK and dV, because registers hold no two outputs."""
+        return self.is_split_backward and max(self.d, self.dv) > MAX_TILE_DV
 
     @property
     def is_single_tile(self) -> bool:
@@ -390,6 +404,8 @@ class HopperSpec(KernelSpec):
             return pairs + self._stage_bytes(self.tile_m, self.tile_n) + BARRIER_BYTES  # pairs also hold column sums
         if self.is_single_tile:
             return self._tile_bytes()
+        if self.is_wide_backward:
+            return max(self._wide_bytes(num_held, self.wide_buffers(num_held)) for num_held in (1, 2))
         if self.is_split_backward:
             return max(self._dq_bytes(self.dq_stages_v, self.dq_has_stage_smem), self._dkdv_bytes() + BARRIER_BYTES)
         if self.is_backward:
@@ -440,6 +456,27 @@ class HopperSpec(KernelSpec):
         """Return the bytes of the step pipelines, K, V, two dS buffers (split: P and dS), and score stages."""
         return self.stages * self._step_bytes() + self._keys_bytes() + self._stage_bytes(self.tile_n, self.tile_m)
 
+    def wide_buffers(self, num_held: int) -> WideBuffers:
+        """Return the buffers of a kernel of a wide split backward.
+
+        Args:
+            num_held: operands that stay in shared memory for a tile: 2 for dQ and dK, which have `stages` stages of the
+                whole operand; 1 for dV, which has 2 stages where they fit.
+        """
+        stages = (self.stages,) if num_held > 1 else (2, 1)
+        choices = [WideBuffers(number, ring) for number in stages for ring in WIDE_RINGS]
+        fits = (buffers for buffers in choices if self._wide_bytes(num_held, buffers) <= SMEM_BYTES[self.arch])
+        return next(fits, choices[-1])
+
+    def _wide_bytes(self, num_held: int, buffers: WideBuffers) -> int:
+        """Return the bytes of a kernel of a wide split backward.
+
+        These are the held operands, the stages of the whole operand, the ring, P or dS, two stages of LSE and delta,
+        and barriers.
+        """
+        columns = (num_held + buffers.stages) * self.d + buffers.ring * BOX_COLUMNS + self.tile_n
+        return ROWS_PER_WARPGROUP * (columns * self.bytes_of("q") + 2 * 2 * FP32_BYTES) + BARRIER_BYTES
+
     def accumulator_registers(self) -> int:
         """Return the accumulator registers of a consumer thread.
 
@@ -453,6 +490,9 @@ class HopperSpec(KernelSpec):
             return 3 * self.tile_n // 2
         if self.is_single_tile:
             return self.tile_n // 2 + max(self.tile_n, 3 * self.d // 2) + self.tile_n // 4
+        if self.is_wide_backward:
+            boxes = -(-self.d // (BACKWARD_WARPGROUPS * BOX_COLUMNS))
+            return boxes * BOX_COLUMNS // 2 + self.tile_m // 2 + self.tile_m // 4
         if self.is_split_backward:
             weights = self.tile_m // 4
             return max(self.d // 2 + self.tile_n, (self.d + self.dv) // 4 + self.tile_m // 2) + weights
@@ -489,14 +529,26 @@ class HopperSpec(KernelSpec):
         has_own_dim_rule = self.is_split_backward or self.is_single_tile
         if self.is_backward and not has_own_dim_rule and (self.d % 32 or self.dv % 32):
             return f"head dims ({self.d}, {self.dv}); a {self.kind} must have multiples of 32"
-        if self.is_split_backward and (self.stages == 1 or self.d % 32 or self.dv % 32):
-            return "use 2 or 4 stages (the next step is in flight) and multiples of 32 for head dims"
+        if self.is_split_backward:
+            return self._illegal_split_backward()
         if self.is_single_tile and (self.d != self.dv or self.d % 32 or self.stages != 2):
             return f"head dims ({self.d}, {self.dv}), stages={self.stages}; use equal multiples of 32, and 2 stages"
         if self.kind == "dbias" and (self.d != self.dv or self.stages == 1):
             return f"head dims ({self.d}, {self.dv}), stages={self.stages}; a dbias has equal dims, and 2 or more"
         if self.stages not in (1, 2, 4) and self.kind not in {"decode", "dbias"}:
             return f"stages={self.stages}; use 1, 2 or 4 (other numbers need a division in the hottest loop)"
+        return None
+
+    def _illegal_split_backward(self) -> str | None:
+        if not self.is_wide_backward and (self.stages not in (2, 4) or self.d % 32 or self.dv % 32):
+            return "use 2 or 4 stages (the next step is in flight) and multiples of 32 for head dims"
+        if not self.is_wide_backward:
+            return None
+        if self.d != self.dv or self.d % BOX_COLUMNS or self.d > BACKWARD_WARPGROUPS * MAX_TILE_DV:
+            most = BACKWARD_WARPGROUPS * MAX_TILE_DV
+            return f"head dims ({self.d}, {self.dv}); use equal multiples of {BOX_COLUMNS} up to {most}"
+        if self.stages not in (1, 2):
+            return f"stages={self.stages}; use 1 or 2 stages of the operand that is loaded as a whole"
         return None
 
 

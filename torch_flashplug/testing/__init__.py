@@ -13,7 +13,18 @@ Product code never imports this folder. Most files import torch and the standard
 """
 
 from .budget import ErrorReport, assert_bitwise_equal, assert_lse, assert_within_budget, measure_error
-from .cases import CASES, ODD_CASES, WIDE_CASES, Case, Inputs, case_named, make_inputs, make_lookup, new_case
+from .cases import (
+    CASES,
+    ODD_CASES,
+    WIDE_CASES,
+    WIDE_GRADIENT_CASES,
+    Case,
+    Inputs,
+    case_named,
+    make_inputs,
+    make_lookup,
+    new_case,
+)
 from .direct_launch import DirectForward, load_pack
 from .oracle import Masking, attention_math, bias_grad_math, grads_math, oracle, oracle_grads, plain, plain_grads
 from .timing import Candidate, Timing, captured, event_time, paired_ratio, time_host, time_interleaved
@@ -21,6 +32,7 @@ from .timing import Candidate, Timing, captured, event_time, paired_ratio, time_
 __all__ = [
     "CASES", "Candidate", "Case", "DirectForward", "ErrorReport", "Inputs", "Masking", "ODD_CASES", "Timing",
     "WIDE_CASES",
+    "WIDE_GRADIENT_CASES",
     "assert_bitwise_equal", "assert_lse", "assert_within_budget", "attention_math", "bias_grad_math", "captured",
     "case_named", "event_time", "grads_math", "load_pack", "make_inputs", "make_lookup", "measure_error", "new_case",
     "oracle", "oracle_grads", "paired_ratio", "plain", "plain_grads", "time_host", "time_interleaved",

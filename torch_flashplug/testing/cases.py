@@ -366,7 +366,20 @@ WIDE_CASES: tuple[Case, ...] = tuple(
     new_case("wide_slice_d328v384", (2, 3, 3), (70, 100), (328, 384), layout="slice"),
     new_case("wide_mqa_h64_d512", (1, 64, 1), (65, 70), (512, 512), "gqa"),
 )  # fmt: skip
-_ALL_CASES = CASES + ODD_CASES + WIDE_CASES
+# Gradients of head dims above 256, with odd and even numbers of blocks, and keys without queries.
+WIDE_GRADIENT_CASES: tuple[Case, ...] = tuple(
+    new_case(f"wide_grad_d{d}v{dv}_{sq}x{sk}" + ("_causal" if mask else ""), (1, 4, 2), (sq, sk), (d, dv), "gqa", *mask)
+    for d, dv in ((264, 264), (320, 320), (384, 384), (448, 448), (512, 512), (512, 264), (320, 512))
+    for (sq, sk), *mask in (((65, 129),), ((129, 70), "causal"))
+) + tuple(
+    new_case(f"wide_grad_d512_{sq}x{sk}" + ("_causal" if mask else ""), (2, 2, 1), (sq, sk), (512, 512), "gqa", *mask)
+    for sq, sk in ((1, 65), (64, 64), (70, 200), (200, 1))
+    for mask in ((), ("causal",))
+) + (
+    new_case("wide_grad_slice_d328v384", (2, 3, 3), (70, 100), (328, 384), layout="slice"),
+    new_case("wide_grad_mqa_h6_d512", (1, 6, 1), (65, 70), (512, 512), "gqa"),
+)  # fmt: skip
+_ALL_CASES = CASES + ODD_CASES + WIDE_CASES + WIDE_GRADIENT_CASES
 _BY_NAME = {case.name: case for case in _ALL_CASES}
 if len(_BY_NAME) != len(_ALL_CASES):
     raise RuntimeError("cases: two cases have the same name")

@@ -6,6 +6,9 @@
 - `backward_split`: The backward in two kernels, backward_dq and backward_dkdv.
 - `backward_dq`: The gradient of the queries.
 - `backward_dkdv`: The gradients of keys and values.
+- `backward_wide`: The backward of head dims above 256 in three kernels, backward_wide_dq and backward_wide_dkdv.
+- `backward_wide_dq`: The gradient of the queries, for head dims above 256.
+- `backward_wide_dkdv`: The gradient of the keys, or of the values, for head dims above 256.
 - `backward_tile`: The backward of calls that fit one tile.
 - `backward_dbias`: The gradient of a float mask.
 - `decode`: Few queries against many keys.
