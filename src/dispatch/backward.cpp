@@ -70,8 +70,11 @@ int64_t rows_in_turn(const CallFacts& p, int64_t blocks, int64_t sms, int64_t sh
   const int64_t heads = p.group() / sharing;
   if ((p.needs & kCausal) == 0) return ceil_div(blocks * sharing, sms) * heads * p.Sq;
   const int64_t visible_keys = std::min(p.Sq, p.Sk);  // rows of a block of keys decrease with the keys, from Sq on
-  const int64_t all_rows = blocks * p.group() * (p.Sq - visible_keys / 2) * visible_keys / std::max<int64_t>(p.Sk, 1);
-  return std::max(heads * p.Sq, ceil_div(all_rows, sms));
+  // Products of four sizes exceed 63 bits for a few million keys.
+  const double visible = static_cast<double>(p.Sq - visible_keys / 2) * static_cast<double>(visible_keys);
+  const double all_rows =
+      static_cast<double>(blocks * p.group()) * visible / static_cast<double>(std::max<int64_t>(p.Sk, 1));
+  return std::max(heads * p.Sq, ceil_div(static_cast<int64_t>(all_rows), sms));
 }
 
 // Return the number of tiles for each block of keys. If few blocks of keys leave SMs idle, several tiles share the

@@ -133,12 +133,19 @@ bool read_settings(Object* const* arguments, ForwardCall* call) {
 
 // ---- tensors ----
 
+// Return true for a tensor with memory. Tensors of zeros that are not stored, and freed tensors, have none.
+bool has_memory(AtenTensorHandle tensor) {
+  const void* data = nullptr;
+  return torch_get_const_data_ptr(tensor, &data) == 0 && data != nullptr;
+}
+
 // Read a tensor that torch's dispatcher would pass to a kernel unchanged. Of the subclasses, only parameters are plain.
 bool read_plain_tensor(Object* object, bool with_gradients, AtenTensorHandle* tensor) {
   if (type_of(object) != objects.tensor && type_of(object) != objects.parameter) return false;
   *tensor = tensor_in(object);
   const TorchSymbols& torch = torch_symbols();
-  return !torch.has_wrapper(*tensor) && !torch.is_negated(*tensor) && !(with_gradients && torch.requires_grad(*tensor));
+  return !torch.has_wrapper(*tensor) && !torch.is_negated(*tensor) &&
+         !(with_gradients && torch.requires_grad(*tensor)) && has_memory(*tensor);
 }
 
 // The tensors of a call. Absent tensors are null.

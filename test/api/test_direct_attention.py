@@ -400,6 +400,21 @@ def test_tensors_that_leave_the_direct_path(recorder: Recorder) -> None:
     assert not took_direct_path()
 
 
+def test_tensors_without_memory_leave_the_direct_path(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel would read or write address 0, which ends all CUDA work of the process."""
+    failures: list[object] = []  # of launches, which read their arguments
+    monkeypatch.setattr(sys, "unraisablehook", failures.append)
+    (q, k, v), lengths = make_call("packed")
+    zeros, freed = torch._efficientzerotensor(q.shape, dtype=q.dtype), q.clone()
+    freed.untyped_storage().resize_(0)
+    assert attention(zeros, k, v, **lengths).shape == q.shape and not took_direct_path()
+    for operands, more in (((freed, k, v), {}), ((q, k, v), {"out": freed})):
+        with pytest.raises(RuntimeError, match="out of bounds for storage of size 0"):
+            attention(*operands, **lengths, **more)
+        assert not took_direct_path()
+    assert not failures
+
+
 def test_forms_that_leave_the_direct_path(recorder: Recorder) -> None:
     (q, k, v), lengths = make_call("pages")
     eight = [(x * 30).to(torch.int8) for x in (k, v)]

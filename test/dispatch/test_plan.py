@@ -413,6 +413,13 @@ def test_causal_tiles_share_query_heads_only_if_the_longest_tile_runs_alone(
     assert bindings.plan(facts, DEVICES["h100"], BACKENDS.index("fa3"))["sharing"] == sharing
 
 
+def test_tiles_of_millions_of_keys_share_no_query_heads() -> None:
+    """A product of sizes beyond 63 bits must not look like few rows. Shared heads need memory for more dK and dV."""
+    for rows in (1 << 20, 1 << 22, 1 << 24):
+        facts = call((1, 16, 2), (rows, rows), (64, 64), causal=1, grad=1)
+        assert bindings.plan(facts, DEVICES["h200"], BACKENDS.index("fa3"))["sharing"] == 1, rows
+
+
 def test_reason_of_a_slower_class_names_the_setting_of_cudnn() -> None:
     rows = [dataclasses.replace(row, ratio=0.8, without_cudnn=0.9) for row in CHOICES]
     push_tables(KERNELS, tuple(rows))
