@@ -65,9 +65,9 @@ def raw_fingerprint() -> str:
 
 def sources_of(spec: KernelSpec) -> list[Path]:
     """Return the source files of this package for the code of a kernel. The files are read, not imported."""
-    from ..kernels import BUILDERS
+    from ..kernels import builder_path
 
-    module, _ = BUILDERS[spec.kind, spec.arch]
+    module, _ = builder_path(spec)
     names = [feature.class_path_of(spec.kind) for feature in features.select(spec.features)]
     parts = [name.rpartition(".")[0].split(".") for name in names if name]
     sources: set[Path] = set()

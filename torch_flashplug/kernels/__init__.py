@@ -33,13 +33,22 @@ BUILDERS = {
     ("decode", 80): ("sm80.decode", "DecodeSm80"),
     ("decode", 90): ("sm90.decode", "DecodeSm90"),
 }
+# (kind, arch, feature) -> (module, class) of kernels whose feature changes the mainloop.
+BUILDERS_OF_FEATURES = {("decode", 90, "shared"): ("sm90.decode_shared", "SharedDecodeSm90")}
+
+
+def builder_path(spec) -> tuple[str, str]:
+    """Return the module and the class that build a kernel spec."""
+    keys = [(spec.kind, spec.arch, feature.name) for feature in feature_table.select(spec.features)]
+    paths = [BUILDERS_OF_FEATURES[key] for key in keys if key in BUILDERS_OF_FEATURES]
+    return paths[0] if paths else BUILDERS[spec.kind, spec.arch]
 
 
 def builder(spec):
     """Return the kernel object of a spec: callable by cute.compile, with the method `fake_arguments()`."""
     from .features.base import feature_class
 
-    module, name = BUILDERS[spec.kind, spec.arch]
+    module, name = builder_path(spec)
     kernel_class = getattr(importlib.import_module(f".{module}", __name__), name)
     launch_mixins = [
         feature_class(feature.launch_class_path)
