@@ -315,6 +315,7 @@ FLASHPLUG_EXPORT void flashplug_read_operands(const int64_t* sizes, const int64_
   const Shape shapes[kNumOperands] = {{sizes, strides}, {sizes + 4, strides + 4}, {sizes + 8, strides + 8}};
   fill_shapes(shapes, &p);
   for (int i = 0; i < kNumOperands; ++i) p.layout[i] = layout_of(shapes[i], addresses[i], element_bytes[i]);
+  p.shared_values = shares_values(shapes, addresses, p);
   copy_facts(p, call_facts);
 }
 // Return the obstacle of the shapes of query, key and value, an index in `kShapeObstacleNames`.

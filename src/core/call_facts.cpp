@@ -128,10 +128,14 @@ bool read_shapes(const AttentionArgs& call, Memory memory, ReadFacts* facts) {
   int64_t starts = 0;
   if (is_defined(call.cu_seqlens_q) && aoti_torch_get_numel(call.cu_seqlens_q, &starts) == 0)
     facts->call.sequences = starts - 1;
+  int64_t addresses[kNumOperands];
   for (int i = 0; i < kNumOperands; ++i) {
     const int64_t bytes = facts_of(facts->call.dtype[i]).bytes;
-    facts->call.layout[i] = layout_of(facts->shape[i], address_of(tensors[i], memory, bytes), bytes);
+    addresses[i] = address_of(tensors[i], memory, bytes);
+    facts->call.layout[i] = layout_of(facts->shape[i], addresses[i], bytes);
   }
+  // Equal offsets of traced tensors do not show that the tensors will have one storage.
+  facts->call.shared_values = memory == Memory::kReal && shares_values(facts->shape, addresses, facts->call);
   return true;
 }
 
@@ -139,6 +143,13 @@ void fill_shapes(const Shape (&shape)[kNumOperands], CallFacts* p) {
   const auto& [q, k, v] = shape;
   p->B = q.size[0], p->Hq = q.size[1], p->Sq = q.size[2], p->D = q.size[3];
   p->Hkv = k.size[1], p->Sk = k.size[2], p->Dv = v.size[3];
+}
+
+bool shares_values(const Shape (&shape)[kNumOperands], const int64_t* addresses, const CallFacts& p) {
+  const auto& [q, k, v] = shape;
+  const auto in_common = [](const int64_t* a, const int64_t* b, int count) { return std::equal(a, a + count, b); };
+  return addresses[1] != 0 && addresses[1] == addresses[2] && p.dtype[1] == p.dtype[2] && v.size[3] <= k.size[3] &&
+         in_common(k.size, v.size, 3) && in_common(k.stride, v.stride, 4);
 }
 
 ShapeObstacle shape_obstacle(const Shape (&shape)[kNumOperands], bool enable_gqa) {

@@ -140,6 +140,8 @@ inline constexpr FeatureReader kFeatureReaders[] = {
     {"paged", [](const AttentionArgs& call) { return is_defined(call.block_table); }},
     // No argument shows the feature: packed sequences ask for it themselves (`equal_lengths_facts()`).
     {"equal", [](const AttentionArgs&) { return false; }},
+    // No argument shows the feature: plans ask for it where values are shared (`may_share_values()`).
+    {"shared", [](const AttentionArgs&) { return false; }},
 };
 constexpr int kNumFeatureReaders = std::size(kFeatureReaders);
 int64_t required_features(const AttentionArgs& call);  // a sum of feature bits
@@ -150,7 +152,8 @@ consteval int64_t feature_bit(std::string_view name) {
   return int64_t{1} << index;
 }
 constexpr int64_t kCausal = feature_bit("causal"), kMask = feature_bit("mask"), kDropout = feature_bit("dropout"),
-                  kWindow = feature_bit("window"), kVarlen = feature_bit("ragged"), kEqual = feature_bit("equal");
+                  kWindow = feature_bit("window"), kVarlen = feature_bit("ragged"), kEqual = feature_bit("equal"),
+                  kShared = feature_bit("shared");
 constexpr int64_t kBiases = feature_bit("bias") | feature_bit("bias32"), kAnyMask = kMask | kBiases;
 // Sign of the softmax scale. Kernels compute the running maximum of unscaled scores, and therefore take positive scales
 // only. The sign of a different finite scale moves to the query (`SignedScale` in operands.h).
@@ -183,6 +186,7 @@ struct CallFacts {
   int64_t split_size = 0;  // batch-invariant decode with a split after so many keys of each sequence; 0: no splits
   // Ratio of visited blocks: tiles of 192 rows, with lists of their own, to tiles that divide the 128 rows of a block.
   double cost_ratio_192 = 1.0;
+  bool shared_values = false;  // value is the first columns of key, in the same memory (`shares_values()`)
   bool operator==(const CallFacts&) const = default;
   int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head
   // Return true if the call counts as a call with gradients. With dropout, a reentrant checkpoint may run a forward
@@ -196,7 +200,8 @@ struct CallFacts {
 template <typename Visit>
 void visit_facts(CallFacts& p, Visit&& visit) {
   auto& [B, Hq, Hkv, Sq, Sk, D, Dv, dtype, layout, needs, on_cuda, grad, bias_grad, deterministic, without_cudnn, scale,
-         dropout_p, softcap, left, right, bottom_right, sequences, batch_invariant, split_size, cost_ratio_192] = p;
+         dropout_p, softcap, left, right, bottom_right, sequences, batch_invariant, split_size, cost_ratio_192,
+         shared_values] = p;
   visit("B", B), visit("Hq", Hq), visit("Hkv", Hkv), visit("Sq", Sq), visit("Sk", Sk), visit("D", D), visit("Dv", Dv);
   visit("dtype_q", dtype[0]), visit("dtype_k", dtype[1]), visit("dtype_v", dtype[2]);
   const auto of_operand = [&visit](const char* const(&names)[5], Layout& x) {
@@ -212,6 +217,7 @@ void visit_facts(CallFacts& p, Visit&& visit) {
   visit("scale", scale), visit("dropout_p", dropout_p), visit("softcap", softcap);
   visit("left", left), visit("right", right), visit("bottom_right", bottom_right), visit("sequences", sequences);
   visit("batch_invariant", batch_invariant), visit("split_size", split_size), visit("cost_ratio_192", cost_ratio_192);
+  visit("shared_values", shared_values);
 }
 
 // Read the current settings of torch that a plan depends on.
@@ -254,6 +260,9 @@ inline Memory memory_of(bool only_traced) { return only_traced ? Memory::kTraced
 // sizes or with symbolic sizes.
 bool read_shapes(const AttentionArgs& call, Memory memory, ReadFacts* facts);
 void fill_shapes(const Shape (&shape)[kNumOperands], CallFacts* p);  // sizes only
+// Return true if value is the first columns of key: same address, dtype and strides, and not more columns. Contents are
+// never compared.
+bool shares_values(const Shape (&shape)[kNumOperands], const int64_t* addresses, const CallFacts& p);
 
 // The first rule of the kernels that the shapes of query, key and value break. describe_call.py has a text for each
 // rule. The kernels take only shapes that stock neither rejects nor broadcasts. A single KV head, shared by all query

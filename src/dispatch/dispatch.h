@@ -179,6 +179,9 @@ Reason slower_reason(const Plan& plan, const CallFacts& p, const Tables& tables)
 Plan plan_call(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // Return the facts with the features that the mode asks for.
 CallFacts with_requested_precision(const CallFacts& p, Mode mode, const Tables& tables);
+// Return true if a kernel that reads key alone may run the call: value is the first columns of key, the call is a
+// decode call, and other decode kernels lack the head dims. Unless a backend is forced, the limit of keys counts, too.
+bool may_share_values(const CallFacts& p, Mode mode, const Tables& tables);
 // Return the plan of `plan_call()`, from the thread's cache of recent plans if present (plan_cache.cpp). The reference
 // is valid until the thread's next call.
 const Plan& remembered_plan(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables);

@@ -329,6 +329,13 @@ std::string equal_lengths_note(const Plan& plan, const CallFacts& p, const Devic
          " keys), without sinks and seqused_k, the sequences are computed as a dense batch, by " + kernels + ".";
 }
 
+// Return a note on a kernel that reads the keys alone.
+std::string shared_values_note(const Plan& plan) {
+  const bool shared = plan.ours() && (plan.features & kShared) != 0;
+  return shared ? "The values are the first columns of the keys, in the same memory. The kernel reads the keys alone."
+                : "";
+}
+
 std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceFacts& device, Mode mode,
                       const Tables& tables) {
   // The plan is for 8 bits, or for 16 bits after the 8-bit plan was rejected. `p` has the features of that plan.
@@ -359,14 +366,15 @@ std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceF
   for (int family = 0; family < tables.num_families(); ++family)
     out += (family > 0 ? ", " : "") + quote(name_of(backend_of(family), tables)) + ": " +
            quote(kWhyNames[static_cast<int>(plan.why[family].why)]);
-  out += "}, \"precision\": " + quote(needs_text(plan.features, tables)) + ", \"why_not_8bit\": " +
+  out += "}, \"precision\": " + quote(needs_text(plan.features & tables.recipe_features, tables)) +
+         ", \"why_not_8bit\": " +
          quote(in_16_bits
                    ? reason_text(plan.why_not_8bit, with_requested_precision(original, mode, tables), device, tables)
                    : "") +
          ", \"gate\": " + quote(has_gate_text ? gate_text(plan, p, device, tables) : "") +
          ", \"row\": " + quote(row_text(plan.choice_row, tables)) +
-         ", \"stock_bug\": " + quote(stock_bug_row_text(plan.stock_bug_row, tables)) +
-         ", \"note\": " + quote(causal_note(p) + equal_lengths_note(plan, p, device, mode, tables)) +
+         ", \"stock_bug\": " + quote(stock_bug_row_text(plan.stock_bug_row, tables)) + ", \"note\": " +
+         quote(causal_note(p) + equal_lengths_note(plan, p, device, mode, tables) + shared_values_note(plan)) +
          ", \"copies\": " + quote(plan.ours() ? copies_text(p, tables) : "") +
          ", \"sharing\": " + number(has_gradients ? plan_backward(p, device, mode, tables).sharing : 1) +
          ", \"gradients\": " + quote(has_gradients ? gradients_text(p, device, mode, tables) : "") + "}";

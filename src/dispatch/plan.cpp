@@ -22,13 +22,14 @@ namespace flashplug {
 namespace {
 
 // Return the kernel row of a decode kernel, or -1. A decode kernel packs the query rows of a KV head and splits the
-// keys. Decode runs if the packed rows are few enough or if splits are requested. With somewhat more rows, decode runs
-// if the estimated time is less than that of the forward kernel `unpacked`, whose tiles the rows do not fill.
+// keys. Decode runs if the packed rows are few enough, if splits are requested, or if values are shared. With somewhat
+// more rows, decode runs if the estimated time is less than that of the forward kernel `unpacked`, whose tiles the rows
+// do not fill.
 int find_decode_row(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family,
                     int unpacked, Plan* plan) {
   if (p.grad && (p.needs & kMask) != 0) return -1;  // the backward needs mask metadata, and decode makes none
   const int64_t requested_splits = p.batch_invariant ? 1 : mode.num_splits();
-  const bool few = plan->gate.decode || requested_splits > 1;
+  const bool few = plan->gate.decode || requested_splits > 1 || (p.needs & kShared) != 0;
   if (!few && p.batch_invariant) return -1;
   if (!few && (packed_rows(p) > tables.cost_model.max_packed_rows || p.grad || unpacked < 0)) return -1;
   const int row_index = find_kernel_row(p, kDecode, family, device, tables);
@@ -121,7 +122,28 @@ Plan plan_with_precision(const CallFacts& original, const DeviceFacts& device, M
   return plan;
 }
 
+// Return the plan in 16 bits. Values that are shared are a permission: calls run without, if no kernel shares values.
+Plan plan_in_16_bits(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  if (may_share_values(p, mode, tables)) {
+    CallFacts shared = p;
+    shared.needs |= kShared;
+    Plan plan = plan_with_precision(shared, device, mode, tables);
+    if (plan.ours()) {
+      plan.features = kShared;
+      return plan;
+    }
+  }
+  return plan_with_precision(p, device, mode, tables);
+}
+
 }  // namespace
+
+bool may_share_values(const CallFacts& p, Mode mode, const Tables& tables) {
+  const CostModelRow& limits = tables.cost_model;
+  return p.shared_values && !p.grad && packed_rows(p) <= limits.max_shared_rows &&
+         std::max(p.D, p.Dv) > tables.layout.max_general_head_dim &&
+         (mode.forces_kernels() || p.Sk >= limits.min_shared_keys);
+}
 
 CallFacts with_requested_precision(const CallFacts& p, Mode mode, const Tables& tables) {
   CallFacts requested = p;
@@ -133,14 +155,14 @@ CallFacts with_requested_precision(const CallFacts& p, Mode mode, const Tables& 
 // A requested 8-bit precision is a permission: calls run in 16 bits if the 8-bit kernels cannot run the call or were
 // not measured to be faster. The precision is an order if a block forces both the precision and the backend.
 Plan plan_call(const CallFacts& original, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  if (recipe_features(mode, tables) == 0) return plan_with_precision(original, device, mode, tables);
+  if (recipe_features(mode, tables) == 0) return plan_in_16_bits(original, device, mode, tables);
   const bool order = mode.forces_kernels() && !permits_recipe(mode, tables);
   Plan in_8_bits = plan_with_precision(with_requested_precision(original, mode, tables), device,
                                        order ? mode : mode.of_any_backend(), tables);
   const bool served = in_8_bits.ours() && (mode.family() < 0 || in_8_bits.backend == mode.backend());
   if (served) in_8_bits.features = recipe_features(mode, tables);
   if (served || order) return in_8_bits;
-  Plan in_16_bits = plan_with_precision(original, device, mode, tables);
+  Plan in_16_bits = plan_in_16_bits(original, device, mode, tables);
   in_16_bits.why_not_8bit = in_8_bits.why[std::max(mode.family(), 0)];
   return in_16_bits;
 }

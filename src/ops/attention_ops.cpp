@@ -139,6 +139,12 @@ void read_settings(StableIValue* stack, ForwardCall* call) {
   });
 }
 
+// Return the facts for a plan of any kernel. Such a plan counts as forced, so shared values are permitted here.
+CallFacts with_permitted_sharing(CallFacts p, Mode mode) {
+  p.shared_values = may_share_values(p, mode, tables());
+  return p;
+}
+
 }  // namespace
 
 // Only shapes are checked here; kernels clamp the values on the device.
@@ -159,7 +165,7 @@ void check_lengths(const ForwardCall& call, const ReadFacts& facts) {
 }
 
 bool attend(const char* where, const ForwardCall& call, const ReadFacts& facts, Mode by, ForwardResult* result) {
-  const CallFacts& p = facts.call;
+  const CallFacts p = with_permitted_sharing(facts.call, by);
   const DeviceFacts device = device_facts(facts.device_index());
   const Plan plan = plan_attention_op(p, device, by);
   note_plan(where, p, device, by, plan);
@@ -242,12 +248,23 @@ void check_splits(const CallFacts& p, int64_t splits) {
                              " make more than 2^31 partial results. Pass a larger size, or fewer sequences.");
 }
 
+// Return true if a block of keys lies in a single page, as kernels with shared values require. A block is a TMA box.
+bool are_blocks_in_pages(const Plan& plan, const ForwardCall& call, const ReadFacts& facts) {
+  Shape block_table;
+  return read_shape(call.block_table, &block_table) &&
+         (block_table.size[1] == 1 || facts.shape[1].size[2] % tables().kernels[plan.kernel_row].tile_n == 0);
+}
+
 // Run a kernel that reads the pages in place. Returns false without a kernel.
 bool attend_pages(const ForwardCall& call, const ReadFacts& facts, ForwardResult* result) {
-  const CallFacts& p = facts.call;
+  CallFacts p = with_permitted_sharing(facts.call, call.mode);
   const DeviceFacts device = device_facts(facts.device_index());
   const bool fits = are_pages_readable(call, facts);
-  const Plan plan = fits ? plan_in_op(p, device, tables(), call.num_splits) : Plan{};
+  Plan plan = fits ? plan_in_op(p, device, tables(), call.num_splits) : Plan{};
+  if ((plan.features & kShared) != 0 && !are_blocks_in_pages(plan, call, facts)) {
+    p.shared_values = false;
+    plan = plan_in_op(p, device, tables(), call.num_splits);
+  }
   if (p.split_size > 0 && plan.ours()) check_splits(p, plan.splits.n);
   note_plan("paged_fwd", p, device, call.mode, plan);
   const bool math = wants_math(call.mode) || cpu_stub() == CpuStub::kMath;

@@ -421,6 +421,7 @@ ONE_FACT_OF_FORCED = {
     "batch_invariant": (call((1, 8, 8), (16384, 16384), (128, 128), **_WINDOW, ragged=1, sequences=1024), 1),
     "split_size": (call((1, 32, 8), (1, 8192), (128, 128)), 1024),
     "cost_ratio_192": (call((4, 16, 16), (8192, 8192), (64, 64), mask=1), 2.0),
+    "shared_values": (call((4, 64, 1), (1, 4096), (576, 512)), 1),
 }
 FA3 = BACKENDS.index("fa3")
 

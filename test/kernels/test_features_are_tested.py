@@ -23,6 +23,7 @@ NUMERICS_TESTS = (
     "test_numerics",
     "test_paged_kv_kernels",
     "test_quantized_kv_kernels",
+    "test_shared_values",
     "test_varlen_kernels",
     "test_window_kernels",
 )

@@ -33,11 +33,13 @@ from .attention_args import (
     dequantize_to_16bit,
     has_kernel,
     is_decode_call,
+    is_shared_decode_call,
     normalize_kv_scales,
     normalize_sinks,
     params_of,
     refuse_forward_mode,
     softcap_of,
+    values_of,
     window_of,
 )
 from .block_sparse import block_sparse_attention
@@ -72,6 +74,7 @@ def attention(  # noqa: PLR0913
     plan: VarlenPlan | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
+    v_dim: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(q k^T scale) v with features for which F.scaled_dot_product_attention has no argument.
 
@@ -94,7 +97,7 @@ def attention(  # noqa: PLR0913
             result of `quantize_kv()` stands for `k` and `v` together. The only other arguments are then `causal` (False
             or "top_left", or any if Sq equals Sk), `scale`, `out` and `return_lse`, and there are no gradients.
         v (Tensor or None): Values, shaped as `k` with Dv in place of D, and with the dtype of `k`. None only with a
-            `QuantizedKV`.
+            `QuantizedKV`, or with `v_dim`.
         causal (bool or str): True and "bottom_right" make all keys visible to the last query. "top_left" makes one key
             visible to the first query, as `is_causal` of F.scaled_dot_product_attention does. Any value but False sets
             the right bound of `window` to 0.
@@ -105,7 +108,8 @@ def attention(  # noqa: PLR0913
         sinks (Tensor or None): (Hq,), any floating-point dtype: one logit for each head, neither scaled nor masked. A
             sink is part of the softmax sum and has no value (arXiv 2309.17453; `s_aux` of gpt-oss). A sink must be
             finite, or -inf for no sink; the result for inf and NaN is undefined.
-        scale (float or None): Factor of the scores before the softcap. None: 1 / sqrt(D).
+        scale (float or None): Factor of the scores before the softcap. None: 1 / sqrt(D). The scale of absorbed MLA
+            is the caller's: 1 / sqrt(192) in DeepSeek-V3, where D of this call is 576.
         cu_seqlens_q (Tensor or None): (sequences + 1,) int32 on the device of `q`: cumulative lengths of packed
             sequences, as in torch.nn.attention.varlen. Rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] belong to sequence
             i, and only the keys of sequence i are visible to these rows. A sequence may have no rows or no keys. Rows
@@ -153,6 +157,11 @@ def attention(  # noqa: PLR0913
             are whole multiples of 16 bytes. In all other cases, and without a kernel, the result is copied into `out`.
             No gradients.
         return_lse (bool): Also return the LSE, the natural logarithm of the softmax sum.
+        v_dim (int or None): Number of columns of `k` that are the values, in place of `v`: the values are
+            `k[..., :v_dim]`. Absorbed MLA has D 576 and `v_dim` 512, and a single KV head. The result is the same as
+            with a copy of these columns as `v`. Decode on an H100 or H200 (up to 512 query rows for each KV head,
+            without gradients) can read `k` once, under `sdpa_backend("fa3")`, also for a view `k[..., :v_dim]` passed
+            as `v`. The kernels never ran on a GPU, so that auto mode does not select them.
 
     Returns:
         The output (B, Sq, Hq, Dv), or (T, Hq, Dv) for packed sequences, in the dtype of `q`. With `return_lse`, a pair
@@ -163,6 +172,8 @@ def attention(  # noqa: PLR0913
         ValueError: A value, shape, dtype or device is unsupported, or `plan` was made for a different call.
         RuntimeError: A derivative does not exist (forward mode, `out`), or the call is inside context_parallel.
     """
+    is_quantized = isinstance(k, QuantizedKV)
+    v = values_of(k, v, v_dim, is_quantized=is_quantized)
     called = F.scaled_dot_product_attention
     # Dynamo of torch 2.14 cannot trace a method of the built-in function's __module__.
     if called is not _F_SDPA and str(getattr(called, "__module__", "")).startswith("torch.distributed."):
@@ -183,7 +194,6 @@ def attention(  # noqa: PLR0913
     params = params_of(causal, window, softcap, scale, num_splits, fixed_split_size)
     operands, scales = (q, k, v), (k_scale, v_scale)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k)
-    is_quantized = isinstance(k, QuantizedKV)
     if out is not None and not is_quantized:
         check_out(out, operands, sinks, *scales, *lengths, block_table)
     if plan is not None and not is_quantized:
@@ -224,7 +234,7 @@ def _dense_attention(  # noqa: PLR0913
     check_operands(q, k, v)
     is_quantized = check_dtypes(q, k, v)
     query, key, value = (x.transpose(1, 2) for x in operands)
-    if params.requests_splits and is_decode_call(query, key, value):
+    if _is_for_kv_lengths(params, sinks, return_lse, query, key, value):
         kv_lengths = torch.full(k.shape[:1], k.shape[1], dtype=torch.int32, device=k.device)
         return kv_length_attention(operands, sinks, kv_lengths, params, scales, out_buffer)
     sinks = normalize_sinks(sinks, q)
@@ -269,6 +279,21 @@ def _dense_attention(  # noqa: PLR0913
         out_buffer.copy_(out)
     out = out.transpose(1, 2)
     return out.to(q.dtype) if is_quantized else out, lse
+
+
+def _is_for_kv_lengths(  # noqa: PLR0913
+    params: AttentionParams, sinks: Tensor | None, return_lse: bool, query: Tensor, key: Tensor, value: Tensor
+) -> bool:
+    """Return True if the kernels for caches with KV lengths run a call in which each length is that of the cache.
+
+    F.scaled_dot_product_attention has no argument for the call. Calls with shared values have no other kernels.
+    """
+    if params.requests_splits and is_decode_call(query, key, value):
+        return True
+    Sq, Sk, window = query.shape[2], key.shape[2], params.window
+    hides = _hides_left(window, Sq, Sk) or _hides_right(window, Sq, Sk)
+    needs_op = hides or sinks is not None or return_lse or params.requests_splits
+    return needs_op and params.softcap == 0.0 and is_shared_decode_call(query, key, value)
 
 
 def check_before(  # noqa: PLR0913

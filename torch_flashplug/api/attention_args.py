@@ -285,6 +285,44 @@ def is_few(Hq: int, Sq: int, Hkv: int) -> bool:
     return Hkv > 0 and Sq * (Hq // Hkv) <= COST_MODEL.max_decode_rows
 
 
+def values_of(k: object, v: Tensor | None, v_dim: int | None, *, is_quantized: bool) -> Tensor | None:
+    """Return the values of a call: `v`, or with `v_dim` the first columns of the keys."""
+    if v_dim is None:
+        if v is None and not is_quantized:
+            raise TypeError(
+                "attention: v must be a tensor, but got None. Pass v, or v_dim for values that are the first columns "
+                "of k."
+            )
+        return v
+    if v is not None or is_quantized:
+        given = "the result of quantize_kv() as k" if is_quantized else "v"
+        raise ValueError(f"attention: v_dim must be None with {given}, but got {v_dim!r}. Pass one of the two.")
+    if not isinstance(k, Tensor) or not k.dim():
+        raise TypeError(f"attention: k must be a tensor with v_dim, but got {type(k).__name__}.")
+    if not is_int(v_dim) or not 1 <= v_dim <= k.shape[-1]:
+        raise ValueError(
+            f"attention: v_dim must be an int from 1 to the head dim of k, {k.shape[-1]}, but got {v_dim!r}."
+        )
+    return k[..., :v_dim]
+
+
+def is_shared_decode_call(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return True if decode kernels with shared values take the call: the values are the first columns of the keys.
+
+    The rules are `may_share_values` of src/dispatch/plan.cpp and `shares_values` of src/core/call_facts.cpp. A traced
+    call has no addresses to compare.
+    """
+    if torch.compiler.is_compiling() or max(query.shape[3], value.shape[3]) <= MAX_GENERAL_HEAD_DIM:
+        return False
+    rows = query.shape[2] * (query.shape[1] // max(key.shape[1], 1))
+    mode = bindings.effective_mode()
+    is_forced = bindings.backend_of(mode) == "fa3" and not bindings.is_preference(mode)
+    is_permitted = is_forced or key.shape[2] >= COST_MODEL.min_shared_keys
+    is_few = rows <= COST_MODEL.max_shared_rows and query.is_cuda and query.dtype in SIXTEEN_BITS
+    differentiated = _is_differentiated(query, key, value)
+    return is_permitted and is_few and not differentiated and describe_call.shares_values(query, key, value)
+
+
 def is_decode_call(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return True if the decode kernels, which split the keys, take the call: few query rows, forward only."""
     few = is_few(query.shape[1], query.shape[2], key.shape[1])

@@ -27,7 +27,7 @@ from ..registry.kernel_spec import PAGE_GROUP_ROWS
 from ..torch_hooks import describe_call
 from . import startup
 from .attention import attention
-from .attention_args import check_out, checked_scale, window_of
+from .attention_args import check_out, checked_scale, values_of, window_of
 from .backend import DEVICES, SPLITS_SHIFT, Plan, device_name, explain, sentences
 from .varlen_plan import check_is_plan
 
@@ -77,6 +77,7 @@ def explain_attention(
     startup.load()
     if isinstance(k, QuantizedKV):
         return _of_quantized_kv(q, k, v, device, arguments)
+    v = values_of(k, v, arguments.pop("v_dim", None), is_quantized=False)
     tensors = (q, k, v)
     if not all(isinstance(x, Tensor) for x in tensors):
         attention(*tensors, **arguments)  # raises the error

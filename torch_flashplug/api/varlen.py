@@ -23,6 +23,7 @@ from .attention_args import (
     has_kernel,
     heads_fit,
     is_decode_call,
+    is_shared_decode_call,
     normalize_kv_scales,
     normalize_sinks,
     refuse_forward_mode,
@@ -83,7 +84,7 @@ def kv_length_attention(
     transposed = [x.transpose(1, 2) for x in operands]
     kv_scales = normalize_kv_scales(is_quantized, scales, *transposed[1:])
     transposed = transposed if is_quantized else describe_call.under_autocast(q.device.type, *transposed)
-    if is_decode_call(*transposed):  # the cache of each sequence is one page
+    if is_decode_call(*transposed) or is_shared_decode_call(*transposed):  # the cache of each sequence is one page
         check_split_size(params, transposed[0], transposed[2], k.shape[1])
         pages = torch.arange(q.shape[0], dtype=torch.int32, device=q.device).unsqueeze(1)
         out_buffer = None if out_buffer is None else out_buffer.transpose(1, 2)

@@ -59,6 +59,11 @@ class CostModel:
     # known and repaired, but the repair did not run on a GPU (docs/experiments/varlen.md).
     min_equal_rows_of_gradients: int = 1 << 40
     min_equal_ns: float = 60000
+    # Largest number of packed query rows of a decode call with shared values (MLA): four queries of 128 heads.
+    max_shared_rows: int = 512
+    # Smallest number of keys for a kernel with shared values, unless a backend is forced. No number by default: the
+    # kernels never ran on a GPU (docs/experiments/decode.md).
+    min_shared_keys: int = 1 << 40
     # Share of the SMs that clusters of so many CTAs may fill; 0: no limit. The GPU places clusters of more than two
     # CTAs next to each other on some SMs, while other SMs idle. Clusters of three keep three quarters of the SMs evenly
     # busy, larger clusters keep half.

@@ -111,6 +111,11 @@ FEATURES = (
         arguments=("cu_seqlens_q", "cu_seqlens_k"), class_path="equal_lengths.EqualLengthsFeature",
         is_unconditional=True,
     ),
+    Feature(
+        "shared", "shared", "with shared values",
+        "value is the first columns of key, but the kernels of this backend load value separately.",
+        decode_class_path="shared_values.SharedValuesFeature", is_unconditional=True,
+    ),
     # Features without a reader: a mode requests a recipe.
     *(
         Feature(
@@ -171,6 +176,7 @@ COMBINATIONS = (
         Combination(frozenset({"window", *more, "paged"}), {80: ("decode",)})
         for more in ((), ("softcap",), ("cache8",))
     ),
+    *(Combination(frozenset({*more, "shared"}), {90: ("decode",)}) for more in ((), ("window", "paged"))),
 )
 
 
@@ -206,6 +212,11 @@ def key_bytes(features: Iterable[str]) -> int:
 
 def recipe_of(features: Iterable[str]) -> Recipe | None:
     return next((RECIPES[feature.recipe] for feature in select(features) if feature.recipe), None)
+
+
+def shares_values(features: Iterable[str]) -> bool:
+    """Return whether V is the first columns of K, so that kernels keep K alone."""
+    return "shared" in features
 
 
 def uses_block_lists(features: Iterable[str]) -> bool:

@@ -234,7 +234,8 @@ class KernelSpec:
 
     def kv_bytes(self) -> int:
         beside = features.key_bytes(self.features)
-        return self.stages * self.tile_n * (self.row_bytes("k") + self.row_bytes("v") + beside)
+        values = 0 if features.shares_values(self.features) else self.row_bytes("v")
+        return self.stages * self.tile_n * (self.row_bytes("k") + values + beside)
 
     def _stage_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes that score stages keep for a block. Score stages of a decode keep nothing."""
@@ -311,7 +312,17 @@ class HopperSpec(KernelSpec):
     def combines_in_cluster(self) -> bool:
         """True if the results of a decode CTA fit in the stages of V, where the CTAs of a cluster read them."""
         results = self.tile_m * (self.dv + SPLIT_PADDING) * FP32_BYTES
-        return self.is_decode and results <= self.stages * self.tile_n * self.row_bytes("v")
+        fits = results <= self.stages * self.tile_n * self.row_bytes("v")
+        return self.is_decode and fits and not features.shares_values(self.features)
+
+    @property
+    def shared_p_bytes(self) -> int:
+        """Bytes of the probabilities that warpgroups pass to each other in a decode with shared values.
+
+        The number is 0 if K has columns beyond V, which the probabilities replace.
+        """
+        has_box = self.d > self.dv or not features.shares_values(self.features)
+        return 0 if has_box else self.stages * self.tile_m * self.tile_n * self.bytes_of("q")
 
     @property
     def tile_dv(self) -> int:
@@ -411,6 +422,7 @@ class HopperSpec(KernelSpec):
         if self.is_backward:
             return self._bwd_bytes() + self.dq_writer_units * DQ_WRITERS * self._dq_unit_bytes()
         q_bytes = self.tile_m * self.row_bytes("q") if self.is_decode else self.num_q_buffers * self._q_buffer_bytes()
+        q_bytes += self.shared_p_bytes
         held = self.kv_bytes() + self._stage_bytes(self.tile_m, self.tile_n) + self._out_bytes()
         return q_bytes + held + BARRIER_BYTES
 
@@ -537,6 +549,16 @@ class HopperSpec(KernelSpec):
             return f"head dims ({self.d}, {self.dv}), stages={self.stages}; a dbias has equal dims, and 2 or more"
         if self.stages not in (1, 2, 4) and self.kind not in {"decode", "dbias"}:
             return f"stages={self.stages}; use 1, 2 or 4 (other numbers need a division in the hottest loop)"
+        return self._illegal_sharing()
+
+    def _illegal_sharing(self) -> str | None:
+        if not features.shares_values(self.features):
+            return None
+        dims = f"head dims ({self.d}, {self.dv}), {self.tile_m} rows"
+        if self.dv != 2 * MAX_TILE_DV or self.d - self.dv not in (0, ROWS_PER_WARPGROUP) or self.column_warpgroups != 2:
+            return f"{dims}; use {2 * MAX_TILE_DV} columns of V, and as many of K or {ROWS_PER_WARPGROUP} more"
+        if self.tile_m != ROWS_PER_WARPGROUP or self.stages % 2:
+            return f"{dims}, stages={self.stages}; a decode with shared values has 64 rows, and pairs of stages"
         return None
 
     def _illegal_split_backward(self) -> str | None:

@@ -43,6 +43,7 @@ QK8 = ("qk8", "causal+qk8")
 IN_8BIT, IN_E4M3 = (tuple(mask + recipe for mask in ("", "causal+")) for recipe in ("8bit", "e4m3"))
 BOTH_PRODUCTS_8BIT = IN_8BIT + IN_E4M3
 MASK_QK8, MASK_BOTH_8BIT = ("mask+qk8",), ("mask+8bit", "mask+e4m3")
+SHARED_VALUES = ("shared", "window+paged+shared")
 CACHED, MASK_CACHED = ("cache8",), ("mask+cache8",)
 NARROW_RANGE_DTYPES = ("fp16",)  # dtypes with a narrow range; the largest fp16 number is 65504
 SECTOR_BYTES = 32  # size of a sector, the smallest unit of L2 traffic
@@ -255,6 +256,9 @@ KERNEL_ROWS = (
     KernelRow("decode", 90, 256, 256, FULL + MASK + BIASES, 64, 64, 3, 1250),
     KernelRow("decode", 90, 512, 512, FULL, 64, 32, 2, 1400),  # the costs of D 512 are computed, not measured
     KernelRow("decode", 90, 512, 512, MASK, 64, 64, 1, 2800),
+    # Absorbed MLA: a tile of K is K and V. The costs are computed, not measured (docs/experiments/decode.md).
+    KernelRow("decode", 90, 512, 512, SHARED_VALUES, 64, 32, 4, 1300),
+    KernelRow("decode", 90, 576, 512, SHARED_VALUES, 64, 32, 4, 1400),
     KernelRow("partbwd", 90, 64, 64, BOTH + EQUAL + WINDOW + VARLEN + SOFTCAP, 64, 64, 4, dkdv_alone=False),
     KernelRow("partbwd", 90, 64, 64, MASK + BIASES + DROPPED_ANY_BIAS, 64, 64, 4, dkdv_alone=False),
     KernelRow("partbwd", 90, 128, 128, BOTH + EQUAL + WINDOW + VARLEN + SOFTCAP, 64, 64, 2),

@@ -332,13 +332,20 @@ def describe(
     }
     for letter, tensor in zip("qkv", operands):
         problem[f"dtype_{letter}"] = _DTYPE_IDS.get(tensor.dtype, _OTHER_DTYPE)
-    return bindings.with_operands(
+    facts = bindings.with_operands(
         problem,
         [hints(tensor.shape) for tensor in operands],
         [hints(tensor.stride()) for tensor in operands],
         [_address(tensor) for tensor in operands],
         [tensor.element_size() for tensor in operands],
     )
+    # Equal offsets of traced tensors do not show that the tensors have one storage.
+    return facts if _is_real(key) and _is_real(value) else facts | {"shared_values": 0.0}
+
+
+def shares_values(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether the values are the first columns of the keys, in the same memory."""
+    return bool(describe(query, key, value, None, 0.0, is_causal=False, scale=None)["shared_values"])
 
 
 def _is_wide(mask: Tensor, query: Tensor) -> bool:
@@ -429,6 +436,11 @@ def _address(tensor: Tensor) -> int:
     """
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return 0
-    real = type(tensor) in {Tensor, torch.nn.Parameter} and not tensor.is_meta
     (offset,) = hints((tensor.storage_offset(),))
-    return tensor.data_ptr() if real else offset * tensor.element_size()
+    return tensor.data_ptr() if _is_real(tensor) else offset * tensor.element_size()
+
+
+def _is_real(tensor: Tensor) -> bool:
+    """Return whether a tensor has an address."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return type(tensor) in {Tensor, torch.nn.Parameter} and not tensor.is_meta and not is_wrapped

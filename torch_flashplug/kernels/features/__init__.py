@@ -15,4 +15,5 @@
 - `decode_mask`: Bool masks in decode.
 - `decode_bias`: Float masks in decode.
 - `decode_window`: Windows in decode.
+- `shared_values`: Values that are the first columns of the keys, in decode.
 """

@@ -12,4 +12,5 @@
 - `backward_tile`: The backward of calls that fit one tile.
 - `backward_dbias`: The gradient of a float mask.
 - `decode`: Few queries against many keys.
+- `decode_shared`: The same, where V is the first columns of K.
 """
