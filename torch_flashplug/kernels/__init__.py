@@ -33,23 +33,18 @@ BUILDERS = {
     ("decode", 80): ("sm80.decode", "DecodeSm80"),
     ("decode", 90): ("sm90.decode", "DecodeSm90"),
 }
-# (kind, arch, feature) -> (module, class) of kernels whose feature changes the mainloop.
-BUILDERS_OF_FEATURES = {("decode", 90, "shared"): ("sm90.decode_shared", "SharedDecodeSm90")}
-
-
-def builder_path(spec) -> tuple[str, str]:
-    """Return the module and the class that build a kernel spec."""
-    keys = [(spec.kind, spec.arch, feature.name) for feature in feature_table.select(spec.features)]
-    paths = [BUILDERS_OF_FEATURES[key] for key in keys if key in BUILDERS_OF_FEATURES]
-    return paths[0] if paths else BUILDERS[spec.kind, spec.arch]
-
-# The same for head dims above 256, where the file of BUILDERS has no kernel for such a spec.
+# The same for specs whose mainloop is not the mainloop of BUILDERS.
+SHARED_DECODES = {90: ("sm90.decode_shared", "SharedDecodeSm90")}
 WIDE_BACKWARDS = {90: ("sm90.backward_wide", "WideBackwardSm90")}
 
 
 def builder_path(spec) -> tuple[str, str]:
     """Return the module and the class that build a kernel spec."""
-    return WIDE_BACKWARDS[spec.arch] if spec.is_wide_backward else BUILDERS[spec.kind, spec.arch]
+    if spec.is_wide_backward:
+        return WIDE_BACKWARDS[spec.arch]
+    if feature_table.shares_values(spec.features):
+        return SHARED_DECODES[spec.arch]
+    return BUILDERS[spec.kind, spec.arch]
 
 
 def builder(spec):
