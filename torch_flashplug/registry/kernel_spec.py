@@ -449,6 +449,11 @@ class HopperSpec(KernelSpec):
         return self._dkdv_bytes() + self.tile_m * self.d * FP32_BYTES + written + BARRIER_BYTES
 
     @property
+    def dq_tile_m(self) -> int:
+        """Number of query rows of a CTA of the dQ kernel of a split backward."""
+        return ROWS_PER_WARPGROUP if self.is_wide_backward else DQ_TILE_M
+
+    @property
     def dq_stages_v(self) -> int:
         """Number of V blocks in the shared memory of the dQ kernel of a split backward."""
         return 2 if self._dq_bytes(2) <= SMEM_BYTES[self.arch] else 1

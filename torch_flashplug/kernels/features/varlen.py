@@ -18,7 +18,6 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...registry.kernel_spec import DQ_TILE_M
 from ..preprocess.varlen_tile_list import BLOCK, CLASSES, THREADS, TileListKernel, TileListSpec, VarlenInputs
 from ..tiling.equal_lengths import overlaps_launches, wait_for_previous_launch
 from ..tiling.varlen import ENTRY_INTS, HEADER_INTS, VarlenAddressing, VarlenTileList
@@ -42,7 +41,7 @@ class VarlenFeature(KernelFeatures):
         workspace_list = TileListSpec("workspace", False, BLOCK, is_sorted=False)
         if not self.spec.is_backward:
             return (TileListSpec("rows", False, self.spec.tile_m),)
-        rows = (TileListSpec("rows", False, DQ_TILE_M),) if self.spec.is_split_backward else ()
+        rows = (TileListSpec("rows", False, self.spec.dq_tile_m),) if self.spec.is_split_backward else ()
         return (*rows, key_list, workspace_list)
 
     def varlen_inputs(self, call: object) -> VarlenInputs:
