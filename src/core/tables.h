@@ -286,6 +286,7 @@ struct CostModelRow {
   int64_t max_cluster;      // maximal number of CTAs of a cluster with sums in shared memory
   int64_t min_equal_rows;   // minimal mean length of packed sequences for a dense kernel that needs equal lengths
   int64_t min_equal_rows_of_gradients;  // the same for a backward
+  int64_t min_paged_rows;               // minimal rows of packed queries whose pages a forward kernel reads in place
   double packed_wave_ns;                // extra time of a call with packed rows, for every wave of CTAs
   double occupancy;                     // share of the SMs to be filled by tiles where keys cannot be split
   double cluster_ns;                    // waiting time inside a cluster

@@ -141,6 +141,18 @@ void read_settings(StableIValue* stack, ForwardCall* call) {
 
 }  // namespace
 
+namespace {
+
+void check_packed_sizes(const CallFacts& p) {
+  if (p.B != 1)
+    throw std::runtime_error("torch_flashplug: packed sequences must have batch size 1, but got " +
+                             std::to_string(p.B));
+  if (p.Sq + p.Sk >= tables().layout.max_total_rows)
+    throw std::runtime_error("torch_flashplug: packed sequences must have fewer than 2^30 rows and keys together.");
+}
+
+}  // namespace
+
 // Only shapes are checked here; kernels clamp the values on the device.
 void check_lengths(const ForwardCall& call, const ReadFacts& facts) {
   if (!is_defined(call.cu_seqlens_q) && !is_defined(call.cu_seqlens_k) && !is_defined(call.seqused_k)) return;
@@ -150,12 +162,7 @@ void check_lengths(const ForwardCall& call, const ReadFacts& facts) {
     throw std::runtime_error(
         "torch_flashplug: cu_seqlens_q and cu_seqlens_k must be int32 [sequences + 1], and seqused_k int32 "
         "[sequences], contiguous and on the device of query.");
-  const CallFacts& p = facts.call;
-  if (p.B != 1)
-    throw std::runtime_error("torch_flashplug: packed sequences must have batch size 1, but got " +
-                             std::to_string(p.B));
-  if (p.Sq + p.Sk >= tables().layout.max_total_rows)
-    throw std::runtime_error("torch_flashplug: packed sequences must have fewer than 2^30 rows and keys together.");
+  check_packed_sizes(facts.call);
 }
 
 bool attend(const char* where, const ForwardCall& call, const ReadFacts& facts, Mode by, ForwardResult* result) {
@@ -204,10 +211,14 @@ void check_out(const ForwardCall& call, const ReadFacts& facts) {
 // Only shapes are checked here; kernels clamp the values on the device.
 void check_pages(const ForwardCall& call, const ReadFacts& facts) {
   const CallFacts& p = facts.call;
-  if (rows_of_int32(call.block_table, 2, facts) != p.B || rows_of_int32(call.seqused_k, 1, facts) != p.B)
+  const bool is_packed = is_defined(call.cu_seqlens_q);
+  const int64_t sequences = is_packed ? rows_of_int32(call.cu_seqlens_q, 1, facts) - 1 : p.B;
+  if (sequences < 0 || rows_of_int32(call.block_table, 2, facts) != sequences ||
+      rows_of_int32(call.seqused_k, 1, facts) != sequences)
     throw std::runtime_error(
-        "torch_flashplug: block_table must be int32 [B, n] and seqused_k int32 [B], with contiguous rows and on the "
-        "device of query.");
+        "torch_flashplug: block_table must be int32 [B, n], seqused_k int32 [B], and cu_seqlens_q int32 [B + 1] or "
+        "None, with contiguous rows and on the device of query.");
+  if (is_packed) check_packed_sizes(p);
   if (is_defined(call.k_scale) != is_defined(call.v_scale))
     throw std::runtime_error("torch_flashplug: k_scale and v_scale must be both given or both None. Pass both scales.");
   if (!is_defined(call.k_scale)) return;
@@ -238,12 +249,20 @@ void check_splits(const CallFacts& p, int64_t splits) {
                              " make more than 2^31 partial results. Pass a larger size, or fewer sequences.");
 }
 
+// Return the plan of a call whose pages are read in place. The forward kernels of packed queries run under a forced
+// backend, or from a number of rows on.
+Plan plan_pages(const ForwardCall& call, const CallFacts& p, const DeviceFacts& device) {
+  if (!is_defined(call.cu_seqlens_q)) return plan_in_op(p, device, tables(), call.num_splits);
+  if (call.mode.forces_kernels()) return plan_call(p, device, call.mode, tables());
+  return p.Sq < tables().cost_model.min_paged_rows ? Plan{} : plan_in_op(p, device, tables());
+}
+
 // Run a kernel that reads the pages in place. Returns false without a kernel.
 bool attend_pages(const ForwardCall& call, const ReadFacts& facts, ForwardResult* result) {
   const CallFacts& p = facts.call;
   const DeviceFacts device = device_facts(facts.device_index());
   const bool fits = are_pages_readable(call, facts);
-  const Plan plan = fits ? plan_in_op(p, device, tables(), call.num_splits) : Plan{};
+  const Plan plan = fits ? plan_pages(call, p, device) : Plan{};
   if (p.split_size > 0 && plan.ours()) check_splits(p, plan.splits.n);
   note_plan("paged_fwd", p, device, call.mode, plan);
   const bool math = wants_math(call.mode) || cpu_stub() == CpuStub::kMath;
@@ -342,10 +361,12 @@ ForwardResult paged_from_stack(StableIValue* stack, AtenTensorHandle out = nullp
                      seqused_k = box::to_tensor(stack[op["seqused_k"]]);
   const TensorHandle k_scale = box::to_optional_tensor(stack[op["k_scale"]]),
                      v_scale = box::to_optional_tensor(stack[op["v_scale"]]),
-                     sinks = box::to_optional_tensor(stack[op["sinks"]]);
+                     sinks = box::to_optional_tensor(stack[op["sinks"]]),
+                     cu_seqlens_q = box::to_optional_tensor(stack[op["cu_seqlens_q"]]);
   ForwardCall call{{q.get(), k.get(), v.get()}, mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<op>(stack, &call);
   call.out = out;
+  call.cu_seqlens_q = call.cu_seqlens_k = cu_seqlens_q.get();
   call.block_table = block_table.get(), call.seqused_k = seqused_k.get(), call.sinks = sinks.get();
   if (is_defined(k_scale.get())) call.k_scale = k_scale.get();
   if (is_defined(v_scale.get())) call.v_scale = v_scale.get();

@@ -253,7 +253,7 @@ def check_same(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return True if forward kernels take the operands, and backward kernels, too, if gradients are wanted."""
-    max_head_dim = MAX_GENERAL_HEAD_DIM if _is_differentiated(query, key, value) else MAX_HEAD_DIM
+    max_head_dim = MAX_GENERAL_HEAD_DIM if is_differentiated(query, key, value) else MAX_HEAD_DIM
     return _has_kernel_up_to(max_head_dim, query, key, value)
 
 
@@ -263,7 +263,7 @@ def _has_kernel_up_to(max_head_dim: int, query: Tensor, key: Tensor, value: Tens
     return has_dtype and all(dim % HEAD_DIM_STEP == 0 and dim <= max_head_dim for dim in head_dims)
 
 
-def _is_differentiated(*operands: Tensor) -> bool:
+def is_differentiated(*operands: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in operands)
 
 
@@ -277,7 +277,7 @@ def is_decode_call(query: Tensor, key: Tensor, value: Tensor) -> bool:
     few = is_few(query.shape[1], query.shape[2], key.shape[1])
     # The op paged_fwd knows for which 8-bit dtypes a kernel exists, so that only the query counts there.
     read = (query, query, query) if key.dtype in FORMATS else (query, key, value)
-    differentiated = _is_differentiated(query, key, value)
+    differentiated = is_differentiated(query, key, value)
     return few and not differentiated and _has_kernel_up_to(MAX_GENERAL_HEAD_DIM, *read)
 
 

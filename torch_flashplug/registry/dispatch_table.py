@@ -59,6 +59,9 @@ class CostModel:
     # known and repaired, but the repair did not run on a GPU (docs/experiments/varlen.md).
     min_equal_rows_of_gradients: int = 1 << 40
     min_equal_ns: float = 60000
+    # Smallest number of rows of packed queries for a forward kernel that reads the pages of a KV cache in place. No
+    # number by default, so that pages are gathered: the kernel did not run on a GPU (docs/experiments/varlen.md).
+    min_paged_rows: int = 1 << 40
     # Share of the SMs that clusters of so many CTAs may fill; 0: no limit. The GPU places clusters of more than two
     # CTAs next to each other on some SMs, while other SMs idle. Clusters of three keep three quarters of the SMs evenly
     # busy, larger clusters keep half.
