@@ -152,8 +152,8 @@ consteval int64_t feature_bit(std::string_view name) {
   return int64_t{1} << index;
 }
 constexpr int64_t kCausal = feature_bit("causal"), kMask = feature_bit("mask"), kDropout = feature_bit("dropout"),
-                  kWindow = feature_bit("window"), kVarlen = feature_bit("ragged"), kEqual = feature_bit("equal"),
-                  kShared = feature_bit("shared");
+                  kWindow = feature_bit("window"), kVarlen = feature_bit("ragged"), kPaged = feature_bit("paged"),
+                  kEqual = feature_bit("equal"), kShared = feature_bit("shared");
 constexpr int64_t kBiases = feature_bit("bias") | feature_bit("bias32"), kAnyMask = kMask | kBiases;
 // Sign of the softmax scale. Kernels compute the running maximum of unscaled scores, and therefore take positive scales
 // only. The sign of a different finite scale moves to the query (`SignedScale` in operands.h).

@@ -125,12 +125,12 @@ inline constexpr Schema kQuantizedAttentionMath(
     "int keys, int value_dim, int precision, bool is_causal, float? scale) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kPagedForward(
     "torch_flashplug::paged_fwd(Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k, "
-    "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, {required}, {optional}, int block_mode=0) -> (Tensor out, "
-    "Tensor lse)");
+    "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, {required}, {optional}, Tensor? cu_seqlens_q=None, "
+    "int block_mode=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kPagedMath(
     "torch_flashplug::_paged_math(Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k, "
-    "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, {required}, {optional}, int block_mode=0) -> (Tensor out, "
-    "Tensor lse)");
+    "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, {required}, {optional}, Tensor? cu_seqlens_q=None, "
+    "int block_mode=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kAttentionForward(
     "torch_flashplug::attention_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? seqused_k, {required}, {optional}, Tensor? plan=None, SymInt plan_key=0, "
@@ -168,8 +168,8 @@ inline constexpr Schema kAttentionForwardOut(
     "SymInt plan_key=0, int block_mode=0) -> Tensor lse");
 inline constexpr Schema kPagedForwardOut(
     "torch_flashplug::paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor block_table, "
-    "Tensor seqused_k, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, {required}, {optional}, int block_mode=0) -> "
-    "Tensor lse");
+    "Tensor seqused_k, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, {required}, {optional}, "
+    "Tensor? cu_seqlens_q=None, int block_mode=0) -> Tensor lse");
 inline constexpr Schema kPreprocessMask("torch_flashplug::_preprocess_mask(Tensor mask, int numbers) -> Tensor");
 inline constexpr Schema kCorrectedChoice(
     "torch_flashplug::_corrected_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "

@@ -288,6 +288,7 @@ struct CostModelRow {
   int64_t min_equal_rows_of_gradients;  // the same for a backward
   int64_t max_shared_rows;              // maximal Sq * G of a decode call with shared values
   int64_t min_shared_keys;              // minimal number of keys of such a call, unless a backend is forced
+  int64_t min_paged_rows;               // minimal rows of packed queries whose pages a forward kernel reads in place
   double packed_wave_ns;                // extra time of a call with packed rows, for every wave of CTAs
   double occupancy;                     // share of the SMs to be filled by tiles where keys cannot be split
   double cluster_ns;                    // waiting time inside a cluster

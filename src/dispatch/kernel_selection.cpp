@@ -44,11 +44,13 @@ double last_tile(const CallFacts& p, const KernelRow& row) {
 }
 
 // Return the facts of a batch whose packed sequences all have the mean length. The host does not know the real lengths.
+// With pages, Sk is the capacity of each sequence.
 CallFacts with_mean_length(const CallFacts& p) {
   CallFacts mean = p;
   if (p.sequences <= 0) return mean;
   mean.B = p.sequences;
-  mean.Sq = ceil_div(p.Sq, p.sequences), mean.Sk = ceil_div(p.Sk, p.sequences);
+  mean.Sq = ceil_div(p.Sq, p.sequences);
+  if ((p.needs & kPaged) == 0) mean.Sk = ceil_div(p.Sk, p.sequences);
   return mean;
 }
 
@@ -62,7 +64,7 @@ CallFacts batch_invariant_facts(const CallFacts& p) {
   CallFacts facts = p;
   facts.Sk = length;
   if (p.sequences > 0)
-    facts.sequences = sequences, facts.Sq = facts.Sk = sequences * length;
+    facts.sequences = sequences, facts.Sq = sequences * length, facts.Sk = (p.needs & kPaged) != 0 ? length : facts.Sq;
   else
     facts.B = sequences;
   facts.left = facts.right = facts.Sq + facts.Sk;

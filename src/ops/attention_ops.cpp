@@ -145,6 +145,14 @@ CallFacts with_permitted_sharing(CallFacts p, Mode mode) {
   return p;
 }
 
+void check_packed_sizes(const CallFacts& p) {
+  if (p.B != 1)
+    throw std::runtime_error("torch_flashplug: packed sequences must have batch size 1, but got " +
+                             std::to_string(p.B));
+  if (p.Sq + p.Sk >= tables().layout.max_total_rows)
+    throw std::runtime_error("torch_flashplug: packed sequences must have fewer than 2^30 rows and keys together.");
+}
+
 }  // namespace
 
 // Only shapes are checked here; kernels clamp the values on the device.
@@ -156,12 +164,7 @@ void check_lengths(const ForwardCall& call, const ReadFacts& facts) {
     throw std::runtime_error(
         "torch_flashplug: cu_seqlens_q and cu_seqlens_k must be int32 [sequences + 1], and seqused_k int32 "
         "[sequences], contiguous and on the device of query.");
-  const CallFacts& p = facts.call;
-  if (p.B != 1)
-    throw std::runtime_error("torch_flashplug: packed sequences must have batch size 1, but got " +
-                             std::to_string(p.B));
-  if (p.Sq + p.Sk >= tables().layout.max_total_rows)
-    throw std::runtime_error("torch_flashplug: packed sequences must have fewer than 2^30 rows and keys together.");
+  check_packed_sizes(facts.call);
 }
 
 bool attend(const char* where, const ForwardCall& call, const ReadFacts& facts, Mode by, ForwardResult* result) {
@@ -214,10 +217,14 @@ void check_out(const ForwardCall& call, const ReadFacts& facts) {
 // Only shapes are checked here; kernels clamp the values on the device.
 void check_pages(const ForwardCall& call, const ReadFacts& facts) {
   const CallFacts& p = facts.call;
-  if (rows_of_int32(call.block_table, 2, facts) != p.B || rows_of_int32(call.seqused_k, 1, facts) != p.B)
+  const bool is_packed = is_defined(call.cu_seqlens_q);
+  const int64_t sequences = is_packed ? rows_of_int32(call.cu_seqlens_q, 1, facts) - 1 : p.B;
+  if (sequences < 0 || rows_of_int32(call.block_table, 2, facts) != sequences ||
+      rows_of_int32(call.seqused_k, 1, facts) != sequences)
     throw std::runtime_error(
-        "torch_flashplug: block_table must be int32 [B, n] and seqused_k int32 [B], with contiguous rows and on the "
-        "device of query.");
+        "torch_flashplug: block_table must be int32 [B, n], seqused_k int32 [B], and cu_seqlens_q int32 [B + 1] or "
+        "None, with contiguous rows and on the device of query.");
+  if (is_packed) check_packed_sizes(p);
   if (is_defined(call.k_scale) != is_defined(call.v_scale))
     throw std::runtime_error("torch_flashplug: k_scale and v_scale must be both given or both None. Pass both scales.");
   if (!is_defined(call.k_scale)) return;
@@ -255,15 +262,24 @@ bool are_blocks_in_pages(const Plan& plan, const ForwardCall& call, const ReadFa
          (block_table.size[1] == 1 || facts.shape[1].size[2] % tables().kernels[plan.kernel_row].tile_n == 0);
 }
 
+// Return the plan of a call whose pages are read in place. The forward kernels of packed queries run under a forced
+// backend, or from a number of rows on.
+Plan plan_pages(const ForwardCall& call, const CallFacts& p, const DeviceFacts& device) {
+  if (!is_defined(call.cu_seqlens_q)) return plan_in_op(p, device, tables(), call.num_splits);
+  if (call.mode.forces_kernels()) return plan_call(p, device, call.mode, tables());
+  return p.Sq < tables().cost_model.min_paged_rows ? Plan{} : plan_in_op(p, device, tables());
+}
+
 // Run a kernel that reads the pages in place. Returns false without a kernel.
 bool attend_pages(const ForwardCall& call, const ReadFacts& facts, ForwardResult* result) {
   CallFacts p = with_permitted_sharing(facts.call, call.mode);
   const DeviceFacts device = device_facts(facts.device_index());
   const bool fits = are_pages_readable(call, facts);
-  Plan plan = fits ? plan_in_op(p, device, tables(), call.num_splits) : Plan{};
+  const auto plan_of = [&] { return fits ? plan_pages(call, p, device) : Plan{}; };
+  Plan plan = plan_of();
   if ((plan.features & kShared) != 0 && !are_blocks_in_pages(plan, call, facts)) {
     p.shared_values = false;
-    plan = plan_in_op(p, device, tables(), call.num_splits);
+    plan = plan_of();
   }
   if (p.split_size > 0 && plan.ours()) check_splits(p, plan.splits.n);
   note_plan("paged_fwd", p, device, call.mode, plan);
@@ -363,10 +379,12 @@ ForwardResult paged_from_stack(StableIValue* stack, AtenTensorHandle out = nullp
                      seqused_k = box::to_tensor(stack[op["seqused_k"]]);
   const TensorHandle k_scale = box::to_optional_tensor(stack[op["k_scale"]]),
                      v_scale = box::to_optional_tensor(stack[op["v_scale"]]),
-                     sinks = box::to_optional_tensor(stack[op["sinks"]]);
+                     sinks = box::to_optional_tensor(stack[op["sinks"]]),
+                     cu_seqlens_q = box::to_optional_tensor(stack[op["cu_seqlens_q"]]);
   ForwardCall call{{q.get(), k.get(), v.get()}, mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<op>(stack, &call);
   call.out = out;
+  call.cu_seqlens_q = call.cu_seqlens_k = cu_seqlens_q.get();
   call.block_table = block_table.get(), call.seqused_k = seqused_k.get(), call.sinks = sinks.get();
   if (is_defined(k_scale.get())) call.k_scale = k_scale.get();
   if (is_defined(v_scale.get())) call.v_scale = v_scale.get();

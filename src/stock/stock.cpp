@@ -243,6 +243,7 @@ ForwardResult paged_math(const ForwardCall& call) {
   op[schema["sinks"]] = optional(call.sinks);
   put_settings<schema>(call, &op);
   op[schema["block_mode"]] = box::from(call.mode.word & kModeMask);
+  op[schema["cu_seqlens_q"]] = optional(call.cu_seqlens_q);
   op.run();
   return out_and_lse<schema>(&op);
 }

@@ -22,6 +22,7 @@ NUMERICS_TESTS = (
     "test_masked_decode",
     "test_numerics",
     "test_paged_kv_kernels",
+    "test_paged_prefill_kernels",
     "test_quantized_kv_kernels",
     "test_shared_values",
     "test_varlen_kernels",

@@ -27,7 +27,8 @@ from torch_flashplug.testing import assert_bitwise_equal, assert_lse, assert_wit
 SEED, HEADS, KV_HEADS = 20261125, 4, 2
 AHEAD, BEHIND = 70, 5  # rows and keys outside of all sequences
 OP = torch.ops.torch_flashplug.attention_fwd
-SPECS = [spec for arch in (90, 80) for spec in kernel_table.specs(arch) if {"window", "ragged"} <= spec.features]
+SPECS = [spec for arch in (90, 80) for spec in kernel_table.specs(arch) if {"window", "ragged"} <= spec.features
+         and "paged" not in spec.features]  # fmt: skip
 BACKENDS = {90: "fa3", 80: "fa2"}
 # Rows and keys of each sequence: without rows or keys, a single one, more rows than keys, several tiles, many short
 # sequences.

@@ -23,6 +23,7 @@ rounds. The results are a JSON file, a table and a picture.
     --suite sinks            sinks with and without a window; forward, then training
     --suite paged            one query row against a paged KV cache, compared with FA3, FlashInfer and decode of
                              contiguous caches
+    --suite pagedprefill     packed queries over a paged KV cache, compared with FA3, contiguous keys and gathered pages
     --suite blocks           FlexAttention's block masks by pattern and length; forward, then training
     --suite multi            all GPUs of the host: context_parallel by length and rotation, Ulysses, blocks of DTensors
     --suite host             host time per call, and everyday calls in auto mode against stock
@@ -67,6 +68,7 @@ from tools.bench.suites import (
     model_stack,
     multi_gpu,
     paged,
+    paged_prefill,
     quantized,
     varlen_window,
 )
@@ -90,6 +92,7 @@ SUITES = {
     "softcap": varlen_window.suite_softcap,
     "sinks": varlen_window.suite_sinks,
     "paged": paged.suite_paged,
+    "pagedprefill": paged_prefill.suite_pagedprefill,
     "blocks": masks.suite_blocks,
     "multi": multi_gpu.suite_multi,
     "host": dense.suite_host,
@@ -121,6 +124,7 @@ SUITE_PROVIDERS = {
     "accuracy": {"ours_fa3", "fa3"},
     "cache8": {"ours_fa2", "ours_fa3"},
     "paged": {"ours_fa2", "ours_fa3", "fa3"},
+    "pagedprefill": paged_prefill.PROVIDERS,
     "blocks": {"ours_fa3", "stock", "flex"},
     "multi": {"ours_auto", "stock"},
     **{suite: varlen_window.PROVIDERS for suite in ("varlen", "window", "softcap", "sinks")},

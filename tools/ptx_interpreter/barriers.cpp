@@ -76,6 +76,17 @@ Outcome arrive_expecting(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
+// Operands of expect_tx: [barrier], bytes.
+Outcome expect(Warp& w, const Instruction& in, uint32_t lanes) {
+  each_lane(lanes, [&](int i) {
+    std::byte* at = mbarrier_of(w, in.operands[0], i);
+    Mbarrier barrier = Mbarrier::read(at);
+    barrier.bytes += w.lanes<uint32_t>(in.operands[1].at)[i];
+    barrier.write(at);
+  });
+  return Outcome::kNext;
+}
+
 // try_wait.parity p, [barrier], parity, ns: waits without a time limit.
 Outcome wait(Warp& w, const Instruction& in, uint32_t lanes) {
   bool over = true;
@@ -149,6 +160,7 @@ void add_barriers(Opcodes& to) {
   to["mbarrier.init.shared.b64"] = {"Sw", initialise};
   to["mbarrier.arrive.shared.b64"] = {"xSw", arrive};
   to["mbarrier.arrive.expect_tx.shared.b64"] = {"xSw", arrive_expecting};
+  to["mbarrier.expect_tx.shared.b64"] = {"Sw", expect};
   to["mbarrier.try_wait.parity.shared.b64"] = {"pSww", wait};
   to["bar.sync"] = {"w", cta_barrier<false, true>};
   to["bar.sync 2"] = {"ww", cta_barrier<true, true>};

@@ -125,8 +125,9 @@ def attention(  # noqa: PLR0913
         block_table (Tensor or None): (B, n) int32, the page numbers of each sequence in a paged KV cache, together with
             `seqused_k` (B,). `q` is (B, Sq, Hq, D), or packed (T, Hq, D) with `cu_seqlens_q`. For decode (up to 64
             query rows for each KV head; packed queries need `max_seqlen_q=1`) a kernel reads the pages in place, if
-            the rows of a page are a multiple of 16. In all other cases, all pages of the tables are first copied into
-            contiguous tensors. No gradients.
+            the rows of a page are a multiple of 16. Under `sdpa_backend("fa3")`, a kernel also reads the pages of
+            packed queries in place. In all other cases, all pages of the tables are first copied into contiguous
+            tensors. No gradients.
         k_scale (Tensor, float or None): Factor of 8-bit keys: a key is the stored number times `k_scale`, in fp32. A
             number or a tensor of shape (), (Hkv,), (B, Hkv) or (B, Hkv, Sk), where a dim may be 1; with `block_table`
             (pages, Hkv, rows of a page). None stands for 1, which int8 does not allow.

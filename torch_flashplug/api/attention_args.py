@@ -258,7 +258,7 @@ def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """
     if _has_kernel_up_to(MAX_GENERAL_HEAD_DIM, query, key, value):
         return True
-    allows_all = not _is_differentiated(query, key, value) or _forces_fa3()
+    allows_all = not is_differentiated(query, key, value) or _forces_fa3()
     return allows_all and _has_kernel_up_to(MAX_HEAD_DIM, query, key, value)
 
 
@@ -276,7 +276,7 @@ def _has_kernel_up_to(max_head_dim: int, query: Tensor, key: Tensor, value: Tens
     return has_dtype and all(dim % HEAD_DIM_STEP == 0 and dim <= max_head_dim for dim in head_dims)
 
 
-def _is_differentiated(*operands: Tensor) -> bool:
+def is_differentiated(*operands: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in operands)
 
 
@@ -319,7 +319,7 @@ def is_shared_decode_call(query: Tensor, key: Tensor, value: Tensor) -> bool:
     is_forced = bindings.backend_of(mode) == "fa3" and not bindings.is_preference(mode)
     is_permitted = is_forced or key.shape[2] >= COST_MODEL.min_shared_keys
     is_few = rows <= COST_MODEL.max_shared_rows and query.is_cuda and query.dtype in SIXTEEN_BITS
-    differentiated = _is_differentiated(query, key, value)
+    differentiated = is_differentiated(query, key, value)
     return is_permitted and is_few and not differentiated and describe_call.shares_values(query, key, value)
 
 
@@ -328,7 +328,7 @@ def is_decode_call(query: Tensor, key: Tensor, value: Tensor) -> bool:
     few = is_few(query.shape[1], query.shape[2], key.shape[1])
     # The op paged_fwd knows for which 8-bit dtypes a kernel exists, so that only the query counts there.
     read = (query, query, query) if key.dtype in FORMATS else (query, key, value)
-    differentiated = _is_differentiated(query, key, value)
+    differentiated = is_differentiated(query, key, value)
     return few and not differentiated and _has_kernel_up_to(MAX_GENERAL_HEAD_DIM, *read)
 
 

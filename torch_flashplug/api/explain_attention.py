@@ -23,6 +23,7 @@ from ..ops.block_mask import PreparedBlockMask, prepare_block_mask
 from ..ops.quantize_ahead import QuantizedKV, planned_head_dims
 from ..registry import features, quant_recipes
 from ..registry.architectures import BACKENDS, KERNEL_BACKENDS
+from ..registry.dispatch_table import COST_MODEL
 from ..registry.kernel_spec import PAGE_GROUP_ROWS
 from ..torch_hooks import describe_call
 from . import startup
@@ -189,12 +190,18 @@ class _OpRecorder(TorchFunctionMode):
         keys = a.block_table.shape[1] * a.key.shape[2]
         facts = _call_facts(a.as_attention(), keys)
         facts |= {"paged": 1, "cache8": a.k_scale is not None, "Sk": keys}
-        plan = self._of_op(self.args, facts, a.params.num_splits, scale=a.params.scale)
-        is_read_in_place = len(a.key) and (a.key.shape[2] % PAGE_GROUP_ROWS == 0 or a.block_table.shape[1] == 1)
-        if plan.kernel and is_read_in_place:
+        is_packed = a.cu_seqlens_q is not None
+        splits = 0 if is_packed else a.params.num_splits
+        plan = self._of_op(self.args, facts, splits, scale=a.params.scale, forced=is_packed)
+        is_readable = len(a.key) and (a.key.shape[2] % PAGE_GROUP_ROWS == 0 or a.block_table.shape[1] == 1)
+        is_chosen = not is_packed or a.query.shape[2] >= COST_MODEL.min_paged_rows
+        is_chosen = is_chosen or bindings.forced_kernels(self._mode()) is not None
+        if plan.kernel and is_readable and is_chosen:
             return plan
         reason = plan.reasons.get(KERNEL_BACKENDS[-1], "The math backend is requested.")
-        if plan.kernel:
+        if plan.kernel and is_readable:
+            reason = 'Kernels read the pages of packed queries in place under sdpa_backend("fa3").'
+        elif plan.kernel:
             rule = f"a multiple of {PAGE_GROUP_ROWS} rows"
             reason = f"The pages have {a.key.shape[2]} rows, but kernels read pages of {rule} in place."
         is_quantized = a.k_scale is not None

@@ -23,6 +23,7 @@ from .attention_args import (
     has_kernel,
     heads_fit,
     is_decode_call,
+    is_differentiated,
     is_shared_decode_call,
     normalize_kv_scales,
     normalize_sinks,
@@ -89,7 +90,7 @@ def kv_length_attention(
         pages = torch.arange(q.shape[0], dtype=torch.int32, device=q.device).unsqueeze(1)
         out_buffer = None if out_buffer is None else out_buffer.transpose(1, 2)
         op_args = (*transposed, pages, kv_lengths.contiguous(), *map(_packed, kv_scales), normalize_sinks(sinks, q))
-        out, lse = call_op_with_out("paged_fwd", out_buffer, *op_args, *params)
+        out, lse = call_op_with_out("paged_fwd", out_buffer, *op_args, *params, None)
         return out.transpose(1, 2), lse
     transposed = dequantize_to_16bit(*transposed, *kv_scales)
     rows, *keys = (x.transpose(1, 2) for x in transposed)
@@ -135,9 +136,11 @@ def paged_attention(  # noqa: PLR0913
         check_int32_vector("cu_seqlens_q", cu_seqlens_q, "sequences + 1", q.device)
         check_pages(q.unsqueeze(0), k, v, block_table, seqused_k, cu_seqlens_q.shape[0] - 1)
         if type(max_seqlen_q) is not int or max_seqlen_q != 1:
-            return _gather_pages_then_attend(
-                operands, sinks, block_table, (cu_seqlens_q, seqused_k), params, scales, out_buffer
-            )
+            packed = (operands, sinks, block_table, (cu_seqlens_q, seqused_k), params)
+            if check_dtypes(*operands) or is_differentiated(*operands):
+                return _gather_pages_then_attend(*packed, scales, out_buffer)
+            normalize_kv_scales(False, scales, k, v)  # raises an error for scales
+            return _attend_to_pages(*packed, out_buffer)
         block_table, seqused_k = _of_rows(cu_seqlens_q, q.shape[0], block_table, seqused_k)
     batch = q if cu_seqlens_q is None else q.unsqueeze(1)
     check_rank("q", batch, 4, DENSE_RULE)
@@ -150,7 +153,7 @@ def paged_attention(  # noqa: PLR0913
     if not is_quantized:
         query, *pools = describe_call.under_autocast(q.device.type, query, *pools)
     tables = (block_table.contiguous(), seqused_k.contiguous())
-    op_args = (query, *pools, *tables, *kv_scales, normalize_sinks(sinks, batch), *params)
+    op_args = (query, *pools, *tables, *kv_scales, normalize_sinks(sinks, batch), *params, None)
     if out_buffer is not None:
         out_buffer = (out_buffer if cu_seqlens_q is None else out_buffer.unsqueeze(1)).transpose(1, 2)
     out, lse = call_op_with_out("paged_fwd", out_buffer, *op_args)
@@ -169,6 +172,24 @@ def _of_rows(cu_seqlens_q: Tensor, rows: int, block_table: Tensor, seqused_k: Te
     sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), row, right=True).clamp(max=block_table.shape[0] - 1)
     in_sequence = (cu_seqlens_q[sequence] <= row) & (row < cu_seqlens_q[sequence + 1])
     return block_table[sequence], torch.where(in_sequence, seqused_k[sequence], 0)
+
+
+def _attend_to_pages(
+    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, block_table: Tensor,
+    lengths: tuple[Tensor, Tensor], params: AttentionParams, out_buffer: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend with packed queries to pages in 16 bits or more; return (T, Hq, Dv) and (Hq, T).
+
+    The op selects a kernel that reads the pages in place, or gathers the pages.
+    """
+    (q, k, v), (cu_seqlens_q, seqused_k) = operands, lengths
+    refuse_forward_mode()
+    query, *pools = describe_call.under_autocast(q.device.type, *(x.transpose(-3, -2) for x in (q.unsqueeze(0), k, v)))
+    tables = (block_table.contiguous(), seqused_k.contiguous())
+    op_args = (query, *pools, *tables, None, None, normalize_sinks(sinks, q), *params, cu_seqlens_q.contiguous())
+    out_buffer = None if out_buffer is None else out_buffer.unsqueeze(0).transpose(1, 2)
+    out, lse = call_op_with_out("paged_fwd", out_buffer, *op_args)
+    return out.transpose(1, 2).squeeze(0), lse.squeeze(0)
 
 
 def _gather_pages_then_attend(

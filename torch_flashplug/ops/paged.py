@@ -31,7 +31,8 @@ _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _ARGS = (
     "Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k, Tensor? k_scale, Tensor? v_scale, "
-    f"Tensor? sinks, {REQUIRED_PARAMS}, {OPTIONAL_PARAMS}, int block_mode=0"
+    f"Tensor? sinks, {REQUIRED_PARAMS}, {OPTIONAL_PARAMS}, Tensor? cu_seqlens_q=None, "
+    "int block_mode=0"
 )
 for _name in ("paged_fwd", "_paged_math"):
     _library.define(f"{_name}({_ARGS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
@@ -41,7 +42,7 @@ _library.define(f"paged_fwd_out(Tensor(a!) out, {_ARGS}) -> Tensor lse", tags=_T
 class PagedForwardArgs(NamedTuple):
     """Arguments of paged_fwd, in schema order, with the settings as one field."""
 
-    query: Tensor  # (B, Hq, Sq, D)
+    query: Tensor  # (B, Hq, Sq, D), or packed (1, Hq, T, D) with cu_seqlens_q
     key: Tensor  # (pages, Hkv, rows of a page, D)
     value: Tensor  # (pages, Hkv, rows of a page, Dv)
     block_table: Tensor  # (B, n) int32
@@ -50,6 +51,7 @@ class PagedForwardArgs(NamedTuple):
     v_scale: Tensor | None
     sinks: Tensor | None  # (Hq,)
     params: AttentionParams
+    cu_seqlens_q: Tensor | None = None  # (B + 1,) int32
     block_mode: int = 0
 
     @classmethod
@@ -61,7 +63,7 @@ class PagedForwardArgs(NamedTuple):
     def as_attention(self, **packed: Tensor) -> AttentionForwardArgs:
         """Return the arguments of attention_fwd for the settings of this call, and for the tensors in `packed`."""
         tensors = {"query": self.query, "key": self.key, "value": self.value, "sinks": self.sinks}
-        lengths = {"cu_seqlens_q": None, "cu_seqlens_k": None, "seqused_k": self.seqused_k}
+        lengths = {"cu_seqlens_q": self.cu_seqlens_q, "cu_seqlens_k": None, "seqused_k": self.seqused_k}
         args = tensors | lengths | packed
         return AttentionForwardArgs(**args, params=self.params, block_mode=self.block_mode)
 
@@ -105,11 +107,13 @@ def _check(a: PagedForwardArgs) -> None:
         f"but got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}.",
     )  # fmt: skip
     table, lengths = a.block_table, a.seqused_k
+    B = query.shape[0] if a.cu_seqlens_q is None else a.cu_seqlens_q.shape[0] - 1
     torch._check(
-        table.dim() == 2 and lengths.shape == table.shape[:1] == query.shape[:1]
-        and table.dtype == lengths.dtype == torch.int32,
-        lambda: f"paged_fwd: block_table and seqused_k must be int32 (B, n) and (B,) with B = {query.shape[0]}, "
-        f"but got {table.dtype} {tuple(table.shape)} and {lengths.dtype} {tuple(lengths.shape)}.",
+        table.dim() == 2 and lengths.shape == table.shape[:1] == (B,) and table.dtype == lengths.dtype == torch.int32
+        and (a.cu_seqlens_q is None or query.shape[0] == 1),
+        lambda: f"paged_fwd: block_table and seqused_k must be int32 (B, n) and (B,) with B = {B}, and packed queries "
+        f"one batch, but got {table.dtype} {tuple(table.shape)}, {lengths.dtype} {tuple(lengths.shape)} and "
+        f"{tuple(query.shape)}.",
     )  # fmt: skip
 
 
@@ -121,7 +125,7 @@ def _math(*args: Tensor | int | float | None) -> tuple[Tensor, Tensor]:
     _check(a)
     check_page_numbers(a.block_table, a.seqused_k, a.key.shape[0], a.key.shape[2])
     B, Hq, Sq, _ = a.query.shape
-    keys = a.block_table.shape[1] * a.key.shape[2]
+    sequences, keys = a.block_table.shape[0], a.block_table.shape[1] * a.key.shape[2]
     k, v = (gathered(x, a.block_table) for x in (a.key, a.value))
     cast_query = a.query
     if a.k_scale is not None:
@@ -129,12 +133,12 @@ def _math(*args: Tensor | int | float | None) -> tuple[Tensor, Tensor]:
         scales = (gathered(s, a.block_table) for s in (a.k_scale, a.v_scale))
         k, v = (dequantized(x, s, dtype) for x, s in zip((k, v), scales, strict=True))
         cast_query = a.query.to(dtype)
-    sequence_idx = torch.arange(B + 1, dtype=torch.int32, device=a.query.device)
+    sequence_idx = torch.arange(sequences + 1, dtype=torch.int32, device=a.query.device)
     packed_args = a.as_attention(
         query=cast_query.transpose(0, 1).flatten(1, 2).unsqueeze(0),
         key=k.transpose(0, 1).unsqueeze(0),
         value=v.transpose(0, 1).unsqueeze(0),
-        cu_seqlens_q=sequence_idx * Sq,
+        cu_seqlens_q=sequence_idx * Sq if a.cu_seqlens_q is None else a.cu_seqlens_q,
         cu_seqlens_k=sequence_idx * keys,
         seqused_k=a.seqused_k.clamp(0, keys if len(a.key) else 0),
     )

@@ -64,6 +64,9 @@ class CostModel:
     # Smallest number of keys for a kernel with shared values, unless a backend is forced. No number by default: the
     # kernels never ran on a GPU (docs/experiments/decode.md).
     min_shared_keys: int = 1 << 40
+    # Smallest number of rows of packed queries for a forward kernel that reads the pages of a KV cache in place. No
+    # number by default, so that pages are gathered: the kernel did not run on a GPU (docs/experiments/varlen.md).
+    min_paged_rows: int = 1 << 40
     # Share of the SMs that clusters of so many CTAs may fill; 0: no limit. The GPU places clusters of more than two
     # CTAs next to each other on some SMs, while other SMs idle. Clusters of three keep three quarters of the SMs evenly
     # busy, larger clusters keep half.

@@ -31,6 +31,7 @@ class Feature:
     key_bytes: int = 0  # shared memory that the kernels need for every key of a block, in addition to K and V
     recipe: str = ""  # name of a recipe (quant_recipes.py): the formats in which the kernels multiply
     uses_block_lists: bool = False  # the kernels iterate over block-sparse lists; a tile is a part of a listed block
+    reads_pages: bool = False  # keys are in pages; the producer of a forward looks up pages
     has_short_tiles: bool = False  # calls can have many small tiles, whose time is mostly prologue and epilogue
 
     def class_path_of(self, kind: str) -> str:
@@ -101,8 +102,8 @@ FEATURES = (
         "paged", "paged", "with a paged KV cache",
         "key and value are in a paged KV cache, or in caches with KV lengths, but the kernels of this backend read "
         "contiguous rows. Gather the rows first.",
-        arguments=("block_table", "seqused_k", "split_size"), decode_class_path="paged_kv.PagedKvFeature",
-        is_unconditional=True,
+        arguments=("block_table", "seqused_k", "split_size"), class_path="paged_prefill.PagedPrefillFeature",
+        decode_class_path="paged_kv.PagedKvFeature", is_unconditional=True, reads_pages=True,
     ),
     Feature(
         "equal", "equal", "with packed sequences of equal lengths",
@@ -165,6 +166,7 @@ COMBINATIONS = (
         Combination(frozenset({"window", *more}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd",)})
         for more in (("ragged",), ("softcap",), ("softcap", "ragged"))
     ),
+    *(Combination(frozenset({"window", *more, "ragged", "paged"}), {90: ("fwd",)}) for more in ((), ("softcap",))),
     *(Combination(frozenset({*more, "equal"}), {90: ("fwd", "bwd", "partbwd")}) for more in ((), ("causal",))),
     *(
         Combination(frozenset({*more, name}), {90: ("fwd",)})
@@ -221,6 +223,10 @@ def shares_values(features: Iterable[str]) -> bool:
 
 def uses_block_lists(features: Iterable[str]) -> bool:
     return any(feature.uses_block_lists for feature in select(features))
+
+
+def reads_pages(features: Iterable[str]) -> bool:
+    return any(feature.reads_pages for feature in select(features))
 
 
 def has_short_tiles(features: Iterable[str]) -> bool:

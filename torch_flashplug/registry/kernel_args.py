@@ -137,6 +137,7 @@ FORWARD = (
     _SINKS,
     _SOFTCAP,
     *_LENGTHS,
+    _BLOCK_TABLE,
 )
 DECODE = (
     *_OPERANDS,

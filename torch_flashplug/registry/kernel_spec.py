@@ -56,7 +56,8 @@ BARRIER_BYTES = 1024  # bytes of mbarriers, rounded up to the alignment of swizz
 class RegisterSplit(NamedTuple):
     """Registers per thread after the register split.
 
-    The total 128 * (producer + number of consumer warpgroups * consumer) is at most 65536.
+    The total 128 * (producer + number of consumer warpgroups * consumer) is at most the registers of the CTA at the
+    launch: 65536, but 64512 with two consumer warpgroups. With a larger total, the last warpgroup would wait forever.
     """
 
     producer: int  # registers of a thread of the producer warpgroup
@@ -68,7 +69,7 @@ REGISTER_SPLIT = {  # by the number of consumer warpgroups
     2: RegisterSplit(24, 240),
     3: RegisterSplit(32, 160),
 }
-DBIAS_REGISTER_SPLIT = RegisterSplit(40, 232)  # register split of dbias, whose producer computes the most
+BUSY_REGISTER_SPLIT = RegisterSplit(40, 232)  # two consumer warpgroups, and a producer that computes
 TWO_CTA_REGISTER_SPLIT = RegisterSplit(40, 216)  # of CTAs with one consumer warpgroup, with two CTAs per SM
 REGISTER_OVERHEAD = 28  # registers for addresses, row state and loop counters of a consumer, as seen in SASS
 COPY_UNIT = 16  # bytes: copies of a bias move multiples of the unit (kernels/score_stages/bias_load.py)
@@ -365,7 +366,8 @@ class HopperSpec(KernelSpec):
     def register_split(self) -> RegisterSplit:
         if self.shares_sm or self.is_single_tile:
             return TWO_CTA_REGISTER_SPLIT
-        return DBIAS_REGISTER_SPLIT if self.kind == "dbias" else REGISTER_SPLIT[self.warpgroups]
+        has_busy_producer = self.kind == "dbias" or features.reads_pages(self.features)
+        return BUSY_REGISTER_SPLIT if has_busy_producer and self.warpgroups == 2 else REGISTER_SPLIT[self.warpgroups]
 
     def _stage_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes that score stages keep for a block, with a copy unit behind each row of a bias.

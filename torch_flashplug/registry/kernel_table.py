@@ -37,6 +37,7 @@ WINDOW, VARLEN = ("window",), ("window+ragged",)
 EQUAL_FULL, EQUAL_CAUSAL = ("equal",), ("causal+equal",)
 EQUAL = EQUAL_FULL + EQUAL_CAUSAL
 SOFTCAP = ("window+softcap", "window+softcap+ragged")
+PAGED_VARLEN = ("window+ragged+paged", "window+softcap+ragged+paged")  # packed queries over pages
 PAGED, PAGED_CACHED = ("window+paged", "window+softcap+paged"), ("window+cache8+paged",)
 WITHOUT_SPILLS = ("bf16_int8", "bf16_e5m2", "fp16_int8", "fp16_e5m2")  # e4m3 on sm_80 needs more registers
 QK8 = ("qk8", "causal+qk8")
@@ -209,6 +210,14 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 192, 192, VARLEN, 64, 96, 2, 1300),
     KernelRow("fwd", 90, 256, 256, WINDOW + VARLEN + SOFTCAP, 128, 80, 2, 1900),
     KernelRow("fwd", 90, 256, 256, VARLEN, 64, 80, 2, 1330),
+    # Packed queries over pages: tiles and costs as for packed sequences, not measured.
+    KernelRow("fwd", 90, 64, 64, PAGED_VARLEN[:1], 192, 128, 2, 1430),
+    KernelRow("fwd", 90, 64, 64, PAGED_VARLEN, 128, 128, 2, 1240),
+    KernelRow("fwd", 90, 64, 64, PAGED_VARLEN[:1], 64, 64, 2, 520),
+    KernelRow("fwd", 90, 128, 128, PAGED_VARLEN, 128, 128, 2, 1550),
+    KernelRow("fwd", 90, 128, 128, PAGED_VARLEN[:1], 64, 64, 2, 620),
+    KernelRow("fwd", 90, 256, 256, PAGED_VARLEN, 128, 80, 2, 1900),
+    KernelRow("fwd", 90, 256, 256, PAGED_VARLEN[:1], 64, 80, 2, 1330),
     # Head dims above 256: a tile has half of the columns of O (`column_tiles`). The costs are from 32 heads, S 8192, on
     # an H200 (docs/experiments/forward.md).
     KernelRow("fwd", 90, 320, 320, BOTH + WINDOW + VARLEN, 128, 64, 2, 1330),

@@ -9,6 +9,7 @@
 - `model_stack`: A stack of decoder layers, with the plugin off and on.
 - `multi_gpu`: All GPUs of a host.
 - `paged`: Decode from paged KV caches.
+- `paged_prefill`: Packed queries over paged KV caches.
 - `quantized`: 8-bit attention, its errors, and 8-bit KV caches.
 - `varlen_window`: Packed sequences, sliding windows, capped scores and sinks.
 """

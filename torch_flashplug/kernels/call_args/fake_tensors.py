@@ -67,10 +67,12 @@ LAYOUTS = {
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), vector("sequences_plus_1")),
     "seqused_k": vector(),
 }
+# In a paged KV cache the number of pages and the rows of a page are arbitrary.
+POOLS = {"k": operand("pages Hkv page_rows D"), "v": operand("pages Hkv page_rows Dv")}
+LAYOUTS_OF_FEATURE = {"paged": POOLS}  # layouts of kernels with a feature
 # Layouts of a kernel kind that differ from LAYOUTS.
 LAYOUTS_OF_KIND = {
-    # In a paged KV cache the number of pages and the rows of a page are arbitrary.
-    "decode": {"k": operand("pages Hkv page_rows D"), "v": operand("pages Hkv page_rows Dv")},
+    "decode": POOLS,
     "tilebwd": {"dk": operand("B Hkv Sk D"), "dv": operand("B Hkv Sk Dv")},
 }
 
@@ -101,7 +103,10 @@ class FakeTensors:
             row: the row of kernel_args.py.
             width: bits of an element.
         """
-        layout = LAYOUTS_OF_KIND.get(self.spec.kind, {}).get(row.name, LAYOUTS[row.name])
+        layouts = LAYOUTS | LAYOUTS_OF_KIND.get(self.spec.kind, {})
+        for feature in self.spec.features & LAYOUTS_OF_FEATURE.keys():
+            layouts |= LAYOUTS_OF_FEATURE[feature]
+        layout = layouts[row.name]
         if layout is BIAS:
             # sm_80 kernels read the bias with cp.async. The other kernels take rows of any stride at any address.
             align = UNIT if self.spec.arch < 90 else width // 8

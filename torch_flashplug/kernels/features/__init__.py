@@ -12,6 +12,7 @@
 - `quantized_qkv`: 8-bit products.
 - `quantized_kv_cache`: 8-bit KV caches.
 - `paged_kv`: Paged KV caches.
+- `paged_prefill`: Packed queries over paged KV caches.
 - `decode_mask`: Bool masks in decode.
 - `decode_bias`: Float masks in decode.
 - `decode_window`: Windows in decode.

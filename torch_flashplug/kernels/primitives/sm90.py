@@ -158,6 +158,23 @@ class TmaOperand:
             self.atom, 0, cute.make_layout(1), cute.group_modes(self.s, 0, 2), cute.group_modes(g, 0, 2)
         )
 
+    def blocks(self, shape: tuple[int, int], coordinate: tuple[int | None, int | None]) -> TmaBlocks:
+        """Return the blocks of a head along the free mode of `coordinate`, as in `tiles()`."""
+        return TmaBlocks(self.atom, *self.tiles(shape, coordinate))
+
+
+@dataclass(frozen=True)
+class TmaBlocks:
+    """Blocks of K or V of a head, loaded by a producer warp. Each block is one tile of the TMA atom."""
+
+    atom: cute.CopyAtom
+    shared_tiles: cute.Tensor  # (TMA, stage)
+    global_tiles: cute.Tensor  # (TMA, blocks)
+
+    def load(self, pipeline: Pipeline, block: Int32, count: Int32) -> None:
+        """Load a block as block number `count` of the pipeline, as soon as the stage is free."""
+        load_block(self.atom, self.global_tiles, self.shared_tiles, pipeline, block, count)
+
 
 @dataclass(frozen=True)
 class TmaLoadConfig:

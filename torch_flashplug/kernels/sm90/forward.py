@@ -235,18 +235,17 @@ class ForwardSm90(KernelCall, kind="fwd"):
         self.features.launch_preprocess(call, stream)
         q, k, v = self.inputs
         addressing, operands = self.features.tile_addressing(call), self.features.operands(call)
-        v_layout = addressing.rows_first if self.features.v_is_transposed else addressing.columns_first
         tma_operands = TmaOperands.create(
             q=q.tma(addressing.rows_first(operands.q)),
-            k=k.tma(addressing.rows_first(operands.k)),
-            v=v.tma(v_layout(operands.v)),
+            k=addressing.tma_of_keys(k, operands.k, rows_lead=True),
+            v=addressing.tma_of_keys(v, operands.v, rows_lead=self.features.v_is_transposed),
             o=sm90.output_tma(self.element, addressing.rows_first(call.o), self.dv),
         )
 
         B, Hq, Sq = call.lse.shape
         num_m_blocks, total_heads = addressing.max_blocks_of_rows(Sq, self.tile_m), B * Hq
         key_bytes = self.spec.row_bytes("k") + self.column_tiles * self.spec.row_bytes("v")
-        kv_head_bytes = cutlass.Int64(call.k.shape[2]) * key_bytes
+        kv_head_bytes = addressing.keys_of_head(call.k) * key_bytes
         sizes = (kv_head_bytes, num_m_blocks, Hq // tma_operands.tensor("k").shape[2], total_heads)
         l2_group_heads = TileScheduler.heads_per_l2_group(*sizes, is_varlen=self.features.has_small_tiles)
         feature_args = (
@@ -395,35 +394,35 @@ class ForwardSm90(KernelCall, kind="fwd"):
                 if kv_range.count <= MAX_SHORT_TILE_BLOCKS:
                     fetched_idx = work.tile_scheduler.fetch_next()
             tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.q_columns), (None, 0))
-            tKsK, tKgK = tile.keys(k).tiles((self.tile_n, self.d), (None, 0))
-            tVsV, tVgV = tile.keys(v).tiles((self.dv, self.tile_n), (column_tile, None))
+            k_blocks = tile.keys(k).blocks((self.tile_n, self.d), (None, 0))
+            v_blocks = tile.keys(v).blocks((self.dv, self.tile_n), (column_tile, None))
             stage_loads = score_pipeline.begin_tile_load(tile, tile.head)
             first_block = kv_range.nth(0)
             # K goes first, because the stage of Q may have to wait for the store of an O.
-            sm90.load_block(k.atom, tKgK, tKsK, pipeline_k, first_block, block_count)
+            k_blocks.load(pipeline_k, first_block, block_count)
             for w in cutlass.range_constexpr(self.warpgroups):
                 q_block, count = tile.block * self.warpgroups + w, tile_count * self.warpgroups + w
                 sm90.load_block(q.atom, tQgQ, tQsQ, pipeline_q, q_block, count)
             stage_loads.load(first_block, block_count)
             for j in cutlass.range(1, kv_range.count, unroll=1):
                 block = kv_range.nth(j)
-                sm90.load_block(k.atom, tKgK, tKsK, pipeline_k, block, block_count + j)
-                sm90.load_block(v.atom, tVgV, tVsV, pipeline_v, kv_range.before(j), block_count + j - 1)
+                k_blocks.load(pipeline_k, block, block_count + j)
+                v_blocks.load(pipeline_v, kv_range.before(j), block_count + j - 1)
                 stage_loads.load(block, block_count + j)
             # The next tile is fetched as late as the latency of the atomic allows. A CTA that fetches a tile while a
             # long tile is still ahead would keep the fetched tile from CTAs that run dry first. Where tiles are short,
             # the loads of the next tile must not wait for the atomic.
             if cutlass.const_expr(self.features.has_small_tiles):
-                last_v_load = (v.atom, tVgV, tVsV, pipeline_v, kv_range.last(), block_count + kv_range.count - 1)
+                last_v_load = (pipeline_v, kv_range.last(), block_count + kv_range.count - 1)
                 if kv_range.count > MAX_SHORT_TILE_BLOCKS:
                     fetched_idx = work.tile_scheduler.fetch_next()
-                    sm90.load_block(*last_v_load)
+                    v_blocks.load(*last_v_load)
                 tile_idx = work.tile_scheduler.publish(tile_count, fetched_idx)
                 if kv_range.count <= MAX_SHORT_TILE_BLOCKS:
-                    sm90.load_block(*last_v_load)
+                    v_blocks.load(*last_v_load)
             else:
                 fetched_idx = work.tile_scheduler.fetch_next()
-                sm90.load_block(v.atom, tVgV, tVsV, pipeline_v, kv_range.last(), block_count + kv_range.count - 1)
+                v_blocks.load(pipeline_v, kv_range.last(), block_count + kv_range.count - 1)
                 tile_idx = work.tile_scheduler.publish(tile_count, fetched_idx)
             tile_count += 1
             block_count += kv_range.count

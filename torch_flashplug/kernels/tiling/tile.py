@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from ..primitives import sm90
 from ..primitives.tile_scheduler import TileScheduler
@@ -157,6 +157,22 @@ class TileAddressing:
     def of_batch(self, tile: Tile, kv_head: Int32, batch: Int32) -> Tile:
         """Decode: return a block of rows from `block_of_rows` with a KV head and a batch index."""
         return replace(tile, kv_head=kv_head, batch=batch)
+
+    def tma_of_keys(
+        self, config: sm90.TmaLoadConfig, x: cute.Tensor, rows_lead: bool
+    ) -> tuple[cute.CopyAtom, cute.Tensor]:
+        """Return the TMA atom to load blocks of K or V, and the TMA coordinates.
+
+        Args:
+            config: load configuration of a block.
+            x: K or V, (batch, heads, rows, columns).
+            rows_lead: True for coordinates (rows, columns, ...), False for coordinates (columns, rows, ...).
+        """
+        return config.tma(self.rows_first(x) if rows_lead else self.columns_first(x))
+
+    def keys_of_head(self, k: cute.Tensor) -> Int64:
+        """Return the number of keys of a KV head, at most, on the host."""
+        return Int64(k.shape[2])
 
 
 @dataclass(frozen=True)

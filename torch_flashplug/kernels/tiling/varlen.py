@@ -182,11 +182,15 @@ class VarlenTileList:
         cute.autovec_copy(vector_at(self.entries.iterator + number * ENTRY_INTS, Int32, ENTRY_INTS), entry)
         return TileListEntry(*(cute.arch.make_warp_uniform(entry[i]) for i in range(ENTRY_INTS)))
 
+    def opposite_slice(self, entry: TileListEntry) -> SequenceSlice:
+        """Return the rows, or keys, on the opposite side of an entry."""
+        return SequenceSlice(entry.opposite_start, entry.opposite_length)
+
     def tile(self, number: Int32, head: Int32, batch: Int32, group: Int32 | None, of_keys: bool) -> VarlenTile:
         """Return the block of an entry, for one head."""
         entry = self.load(number)
         own_slice = SequenceSlice(entry.own_start, entry.own_length)
-        opposite_slice = SequenceSlice(entry.opposite_start, entry.opposite_length)
+        opposite_slice = self.opposite_slice(entry)
         sizes = (
             (opposite_slice.length, own_slice.length, own_slice.length)
             if of_keys
