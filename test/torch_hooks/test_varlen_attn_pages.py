@@ -68,7 +68,7 @@ def make_call(
 ) -> PagedCall:
     """Make a call with permuted pages.
 
-    Unused slots and unused pages are NaN, and the tables have invalid numbers after the used pages. The query has
+    Unused rows of pages and unused pages are NaN. The tables have invalid numbers after the used pages. The query has
     `after` rows after the last sequence.
     """
     draw = torch.Generator().manual_seed(20261129)
