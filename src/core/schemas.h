@@ -131,6 +131,12 @@ inline constexpr Schema kPagedMath(
     "torch_flashplug::_paged_math(Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k, "
     "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, {required}, {optional}, Tensor? cu_seqlens_q=None, "
     "int block_mode=0) -> (Tensor out, Tensor lse)");
+inline constexpr Schema kTablesOfRows(
+    "torch_flashplug::_tables_of_rows(Tensor cu_seqlens_q, int rows, Tensor block_table, Tensor seqused_k) -> "
+    "(Tensor block_table, Tensor seqused_k)");
+inline constexpr Schema kGatheredPages(
+    "torch_flashplug::_gathered_pages(Tensor key, Tensor value, Tensor block_table, Tensor seqused_k) -> (Tensor key, "
+    "Tensor value, Tensor cu_seqlens_k, Tensor seqused_k)");
 inline constexpr Schema kAttentionForward(
     "torch_flashplug::attention_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? seqused_k, {required}, {optional}, Tensor? plan=None, SymInt plan_key=0, "
@@ -272,6 +278,8 @@ inline constexpr const char* kSchemas[] = {kOverrideableForward.text(),
                                            kPagedForward.text(),
                                            kPagedForwardOut.text(),
                                            kPagedMath.text(),
+                                           kTablesOfRows.text(),
+                                           kGatheredPages.text(),
                                            kPreprocessMask.text(),
                                            kAttentionMathForward.text(),
                                            kAttentionMathBackward.text(),

@@ -152,12 +152,20 @@ constexpr const char* kCallFactNames[] = {"unaligned_base",
 enum VarlenKernel : int32_t { kVarlenFlash, kVarlenCudnn };
 constexpr const char* kVarlenKernelNames[] = {"flash", "cudnn"};
 constexpr const char* kVarlenKernelTexts[] = {"flash attention", "cuDNN"};
-enum VarlenFact : int64_t { kMisaligned = 1, kUnusualVarlenScale = 2 };  // VARLEN_FACTS of dispatch_table.py
-constexpr const char* kVarlenFactNames[] = {"misaligned", "unusual_scale"};
+enum VarlenFact : int64_t {  // VARLEN_FACTS of dispatch_table.py
+  kMisaligned = 1,
+  kUnusualVarlenScale = 2,
+  kPagedDecode = 4,
+  kPagedRows = 8,
+  kSplitHint = 16,
+};
+constexpr const char* kVarlenFactNames[] = {"misaligned", "unusual_scale", "paged_decode", "paged_rows", "split_hint"};
+// A row holds for a call with such a fact only if the row names the fact.
+constexpr int64_t kVarlenForms = kPagedDecode | kPagedRows | kSplitHint;
 struct VarlenRow {
   const char* measured;  // date, machine, suite; for a fault the evidence
   const char* wrong;     // wrong behavior of stock; empty: stock is right, and the ratio decides
-  int64_t facts;         // bits of facts; all must hold
+  int64_t facts;         // bits of facts; all must hold, and no further fact of `kVarlenForms`
   int32_t stock;         // kernel chosen by torch
   int32_t cc;            // compute capability of the GPU
   int32_t serve;

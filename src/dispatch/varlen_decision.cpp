@@ -34,8 +34,11 @@ bool may_run_cudnn(const VarlenCall& call) {
 }
 
 int64_t varlen_facts_of(const VarlenCall& call) {
+  const bool is_decode = call.max_q == 1 && call.splits != 1;  // as in src/hooks/varlen_pages.cpp
   return (call.misaligned != 0 ? int64_t{kMisaligned} : 0) |
-         (call.unusual_scale != 0 ? int64_t{kUnusualVarlenScale} : 0);
+         (call.unusual_scale != 0 ? int64_t{kUnusualVarlenScale} : 0) |
+         (call.paged == 0 ? 0 : int64_t{is_decode ? kPagedDecode : kPagedRows}) |
+         (call.splits >= 0 && call.splits != 1 ? int64_t{kSplitHint} : 0);
 }
 
 bool has_row_of(int cc, const Tables& tables) {
@@ -44,7 +47,7 @@ bool has_row_of(int cc, const Tables& tables) {
 
 int find_row(VarlenKernel stock, int64_t facts, int cc, const Tables& tables) {
   const auto holds = [&](const VarlenRow& row) {
-    return row.cc == cc && row.stock == stock && (row.facts & ~facts) == 0;
+    return row.cc == cc && row.stock == stock && (row.facts & ~facts) == 0 && (facts & ~row.facts & kVarlenForms) == 0;
   };
   const auto first_match = std::ranges::find_if(tables.varlen, holds);
   return first_match == tables.varlen.end() ? -1 : static_cast<int>(first_match - tables.varlen.begin());
@@ -52,8 +55,9 @@ int find_row(VarlenKernel stock, int64_t facts, int cc, const Tables& tables) {
 
 bool kernels_support(const VarlenCall& call, const Tables& tables) {
   const LayoutRow& layout = tables.layout;
-  return call.readable != 0 && call.has_cu_seqlens_k != 0 && call.paged == 0 && (call.splits < 0 || call.splits == 1) &&
-         has_head_dim(layout, call.D) && has_head_dim(layout, call.Dv);
+  const bool has_lengths = (call.paged != 0 ? call.has_seqused_k : call.has_cu_seqlens_k) != 0;
+  return call.readable != 0 && has_lengths && call.out_fits != 0 && call.unknown_value == 0 &&
+         call.splits <= layout.max_splits && has_head_dim(layout, call.D) && has_head_dim(layout, call.Dv);
 }
 
 // Return the sdpa_backend blocks that force the kernels of a family.
@@ -137,9 +141,11 @@ std::string missing_support_text(const VarlenCall& call, const Tables& tables) {
   const auto [low, high] = std::minmax(call.D, call.Dv);
   const std::string dims = low == high ? std::to_string(low) : std::to_string(low) + ", " + std::to_string(high);
   const std::pair<bool, std::string> lacks[] = {
-      {call.has_cu_seqlens_k == 0, "no cu_seq_k"},
-      {call.paged != 0, "block_table"},
-      {call.splits >= 0 && call.splits != 1, "num_splits=" + std::to_string(call.splits)},
+      {call.paged == 0 && call.has_cu_seqlens_k == 0, "no cu_seq_k"},
+      {call.paged != 0 && call.has_seqused_k == 0, "block_table, but no seqused_k"},
+      {call.splits > tables.layout.max_splits, "num_splits=" + std::to_string(call.splits)},
+      {call.out_fits == 0, "an out that differs from the result in shape, dtype or device"},
+      {call.unknown_value != 0, "an argument that this version does not know"},
       {!is_16_bit_float(dtype), std::string("torch.") + facts_of(dtype).name},
       {is_odd(call.D) || is_odd(call.Dv), "head dims [" + dims + "]"}};
   std::string all;

@@ -36,15 +36,17 @@ struct VarlenCall {
   int64_t dtype = 0;    // dtype of the query
   int64_t window = 0;   // VarlenWindow
   int64_t splits = -1;  // num_splits; -1: not given
-  int64_t paged = 0, has_cu_seqlens_k = 1;
-  int64_t readable = 1;       // the kernels can read the tensors: three dims, the same 16-bit dtype, on a GPU
+  int64_t paged = 0, has_cu_seqlens_k = 1, has_seqused_k = 0;
+  int64_t readable = 1;       // the kernels can read the tensors: right number of dims, 16-bit floats, on a GPU
+  int64_t out_fits = 1;       // the output tensor of varlen_attn_out has the shape and dtype of the result
+  int64_t unknown_value = 0;  // an argument unknown to this project differs from its default
   int64_t misaligned = 0;     // cuDNN cannot read a tensor in place, because of address, strides or broadcast dims
   int64_t unusual_scale = 0;  // the scale is zero, negative or not finite
 };
 constexpr const char* kVarlenCallMembers[] = {
-    "rule",       "backend",      "allowed", "writes_out", "enable_gqa", "max_q", "heads_q",          "heads_k",
-    "D",          "Dv",           "dtype",   "window",     "splits",     "paged", "has_cu_seqlens_k", "readable",
-    "misaligned", "unusual_scale"};
+    "rule",     "backend",  "allowed",       "writes_out", "enable_gqa",   "max_q", "heads_q",          "heads_k",
+    "D",        "Dv",       "dtype",         "window",     "splits",       "paged", "has_cu_seqlens_k", "has_seqused_k",
+    "readable", "out_fits", "unknown_value", "misaligned", "unusual_scale"};
 static_assert(sizeof(VarlenCall) == std::size(kVarlenCallMembers) * sizeof(int64_t));
 
 enum class VarlenDecisionReason : int {

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <iterator>
 #include <optional>
 #include <stdexcept>
@@ -99,9 +100,43 @@ LiveSchema::LiveSchema(std::string_view schema) {
     const std::string_view name = item.substr(space + 1, item.find('=', space) - space - 1);
     const auto entry =
         std::find_if(std::begin(kNames), std::end(kNames), [&](const Named& x) { return x.name == name; });
-    if (entry != std::end(kNames)) positions_[static_cast<int>(entry->arg)] = count_;
-    boxing_[count_++] = boxed_type(item.substr(0, space));
+    const std::string_view type = item.substr(0, space);
+    const size_t equals = item.find('=', space);
+    if (entry != std::end(kNames))
+      positions_[static_cast<int>(entry->arg)] = count_;
+    else
+      unknown_.push_back(unknown(count_, type, equals == item.npos ? "" : item.substr(equals + 1)));
+    boxing_[count_++] = boxed_type(type);
   }
+}
+
+LiveSchema::Unknown LiveSchema::unknown(int position, std::string_view type, std::string_view default_text) {
+  using Default = Unknown::Default;
+  if (default_text.empty()) return {position};
+  if (type.ends_with('?')) return {position, default_text == "None" ? Default::kNone : Default::kOther};
+  if (type == "bool") return {position, Default::kFlag, default_text == "True" ? 1.0 : 0.0};
+  const double number = std::strtod(std::string(default_text).c_str(), nullptr);
+  if (type == "int" || type == "SymInt") return {position, Default::kInteger, number};
+  return type == "float" ? Unknown{position, Default::kReal, number} : Unknown{position};
+}
+
+bool LiveSchema::has_unknown_value(const StableIValue* arguments) const {
+  return std::ranges::any_of(unknown_, [arguments](const Unknown& x) {
+    const StableIValue value = arguments[x.position];
+    switch (x.form) {
+      case Unknown::Default::kNone:
+        return as<StableIValue*>(value) != nullptr;
+      case Unknown::Default::kFlag:
+        return as<bool>(value) != (x.value != 0.0);
+      case Unknown::Default::kInteger:
+        return static_cast<double>(as<int64_t>(value)) != x.value;
+      case Unknown::Default::kReal:
+        return as<double>(value) != x.value;
+      case Unknown::Default::kOther:
+        break;
+    }
+    return true;
+  });
 }
 
 void LiveSchema::free(const StableIValue* arguments) const {

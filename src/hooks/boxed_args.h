@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 #include <string_view>
+#include <vector>
 
 #include "core/values.h"
 
@@ -62,14 +63,26 @@ class LiveSchema {
   bool is_optional(int position) const {
     return boxing_[position] != Boxing::kPlain && boxing_[position] != Boxing::kTensor;
   }
+  // Return true if an argument without an `Arg` differs from its default in the schema. A newer torch may have such
+  // arguments. An argument without a default counts as different.
+  bool has_unknown_value(const StableIValue* arguments) const;
 
  private:
   enum class Boxing : uint8_t { kPlain, kTensor, kMaybeTensor, kMaybeNumber, kMaybeList };
   static Boxing boxed_type(std::string_view type);
+  // An argument without an `Arg`, and how a default is recognized in a call.
+  struct Unknown {
+    enum class Default : uint8_t { kNone, kFlag, kInteger, kReal, kOther };
+    int position;
+    Default form = Default::kOther;
+    double value = 0;
+  };
+  static Unknown unknown(int position, std::string_view type, std::string_view default_text);
 
   int count_ = 0;
   std::array<int, static_cast<size_t>(Arg::kCount)> positions_;
   std::array<Boxing, kMaxArguments> boxing_{};
+  std::vector<Unknown> unknown_;
 };
 
 // The arguments of a call. The destructor frees the arguments, unless a different kernel received them. Returned
@@ -82,8 +95,9 @@ class BoxedArgs {
     if (!passed_on_) signature_.free(args_.data());
   }
   bool has(Arg arg) const { return at(arg) != nullptr; }  // present and not None
-  AtenTensorHandle tensor(Arg arg) const;                 // null: absent
-  AtenTensorHandle undefined(Arg arg) const;              // null: absent; may return an undefined tensor
+  bool has_unknown_value() const { return signature_.has_unknown_value(args_.data()); }
+  AtenTensorHandle tensor(Arg arg) const;     // null: absent
+  AtenTensorHandle undefined(Arg arg) const;  // null: absent; may return an undefined tensor
   std::optional<double> real(Arg arg) const;
   std::optional<int64_t> integer(Arg arg) const;
   bool flag(Arg arg) const;                                   // false if the running torch's op has no such flag

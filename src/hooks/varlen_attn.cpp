@@ -109,7 +109,10 @@ VarlenCall facts_of_call(const BoxedArgs& args, int* cc) {
   call.splits = args.integer(Arg::kSplits).value_or(-1);
   call.paged = args.tensor(Arg::kBlockTable) != nullptr;
   call.has_cu_seqlens_k = args.tensor(Arg::kCuSeqlensK) != nullptr;
-  call.readable = kernels_support(args, 3);
+  call.has_seqused_k = args.tensor(Arg::kSeqUsedK) != nullptr;
+  call.readable = operands_fit(args, 3, call.paged != 0 ? 4 : 3);
+  call.out_fits = out_fits(args);
+  call.unknown_value = args.has_unknown_value();
   *cc = call.readable != 0 ? compute_capability(q) : 0;
   if (call.readable != 0 && stock_varlen_kernel(call, *cc) == kVarlenCudnn) {  // only cuDNN depends on these facts
     call.misaligned = !is_readable_by_cudnn(q) || !is_readable_by_cudnn(k) || !is_readable_by_cudnn(v);
@@ -139,9 +142,12 @@ Window window_of_call(const BoxedArgs& args) {
 // Run a plugin kernel if selected. `into`: null, or the output tensor.
 bool run_kernel(const BoxedArgs& args, AtenTensorHandle into, FlashResult* result) {
   if (!should_run_kernel(args)) return false;
-  const HookedCall hooked(args, window_of_call(args), into);
+  HookedCall hooked(args, window_of_call(args), into);
   ForwardResult forward_result;
-  if (!run_with_kernels("varlen_attn", hooked, &forward_result)) return false;
+  const AtenTensorHandle block_table = args.tensor(Arg::kBlockTable);
+  const bool is_done = block_table == nullptr ? run_with_kernels("varlen_attn", hooked, &forward_result)
+                                              : run_with_pages("varlen_attn", block_table, &hooked, &forward_result);
+  if (!is_done) return false;
   *result = to_stock_layout(std::move(forward_result), hooked, args.tensor(Arg::kQuery));
   return true;
 }

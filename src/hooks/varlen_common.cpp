@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <exception>
+#include <initializer_list>
 #include <limits>
 #include <optional>
 #include <stdexcept>
@@ -12,6 +13,7 @@
 
 #include "core/attention_call.h"
 #include "core/core.h"
+#include "core/memory_overlap.h"
 #include "core/schemas.h"
 #include "core/values.h"
 #include "dispatch/dispatch.h"
@@ -115,6 +117,15 @@ TensorHandle new_state(const TensorMeta& query, int64_t mark) {
   return view(storage.get(), 1, &kState, &unit_stride, mark);
 }
 
+// Return true if `out` shares no memory with an operand.
+bool is_apart(AtenTensorHandle out, std::initializer_list<AtenTensorHandle> operands) {
+  const std::optional<TensorBytes> written = bytes_of(out);
+  return written && !may_meet_itself(*written) && std::ranges::none_of(operands, [&](AtenTensorHandle operand) {
+           const std::optional<TensorBytes> read = bytes_of(operand);
+           return !read || may_overlap(*written, *read);
+         });
+}
+
 // Return true if kernels can write the output to `out`.
 bool is_writable(AtenTensorHandle out, AtenTensorHandle q, AtenTensorHandle v) {
   TensorMeta of_out, of_q;
@@ -151,14 +162,38 @@ HookedCall::HookedCall(const BoxedArgs& args, Window window, AtenTensorHandle in
   call.max_seqlen_q = args.integer(Arg::kMaxQ).value_or(0), call.max_seqlen_k = args.integer(Arg::kMaxK).value_or(0);
   if (into == nullptr || dims_of(into) != dims_of(args.tensor(Arg::kQuery))) return;
   this->into = heads_first(into);
-  if (is_writable(this->into.get(), call.q, call.v)) call.out = this->into.get();
+  AtenTensorHandle out = this->into.get();
+  if (is_writable(out, call.q, call.v) && is_apart(out, {call.q, call.k, call.v})) call.out = out;
+}
+
+void HookedCall::set_packed_keys(TensorHandle key, TensorHandle value, TensorHandle cu_seqlens_k,
+                                 TensorHandle seqused_k) {
+  k = heads_first(key.get()), v = heads_first(value.get());
+  cu_seqlens_k_ = std::move(cu_seqlens_k), seqused_k_ = std::move(seqused_k);
+  call.k = k.get(), call.v = v.get();
+  call.cu_seqlens_k = cu_seqlens_k_.get(), call.seqused_k = seqused_k_.get();
+}
+
+bool out_fits(const BoxedArgs& args) {
+  const AtenTensorHandle out = args.tensor(Arg::kOut), q = args.tensor(Arg::kQuery), v = args.tensor(Arg::kValue);
+  TensorMeta of_out, of_q;
+  if (out == nullptr) return true;
+  if (q == nullptr || v == nullptr || !read_meta(out, &of_out) || !read_meta(q, &of_q)) return false;
+  if (of_out.dim != of_q.dim || of_out.dtype != of_q.dtype || !is_on_device_of(out, of_q)) return false;
+  const Shape have = shape_of(out), query = shape_of(q);
+  const int64_t last = of_q.dim - 1;
+  return std::equal(query.size, query.size + last, have.size) && have.size[last] == shape_of(v).size[dims_of(v) - 1];
 }
 
 bool kernels_support(const BoxedArgs& args, int64_t dims) {
   if (args.tensor(Arg::kBlockTable) != nullptr || args.tensor(Arg::kAlibi) != nullptr) return false;
-  if (args.integer(Arg::kSplits).value_or(1) != 1) return false;
+  return args.integer(Arg::kSplits).value_or(1) == 1 && operands_fit(args, dims, dims);
+}
+
+bool operands_fit(const BoxedArgs& args, int64_t query_dims, int64_t key_dims) {
   for (const Arg arg : {Arg::kQuery, Arg::kKey, Arg::kValue}) {
     const AtenTensorHandle x = args.tensor(arg);
+    const int64_t dims = arg == Arg::kQuery ? query_dims : key_dims;
     TensorMeta facts;
     if (x == nullptr || !read_meta(x, &facts) || facts.dim != dims || !eligible_device(facts.device_type)) return false;
     const int64_t dim = shape_of(x).size[dims - 1];

@@ -17,17 +17,32 @@ struct HookedCall {
   HookedCall(const BoxedArgs& args, Window window, AtenTensorHandle into = nullptr);
   TensorHandle q, k, v, into;
   ForwardCall call;
+
+  // Replace the keys of a paged KV cache by packed keys and values, both (T, Hkv, D).
+  void set_packed_keys(TensorHandle key, TensorHandle value, TensorHandle cu_seqlens_k, TensorHandle seqused_k);
+
+ private:
+  TensorHandle cu_seqlens_k_, seqused_k_;  // of set_packed_keys()
 };
 
-// Return true if plugin kernels take the arguments, regardless of speed: 16 bits, aligned head dims, no pages, no
-// requested splits. `dims` is 3 for packed sequences, 4 for a batch.
+// Return true if plugin kernels take query, key and value: 16 bits, aligned head dims. `dims` is 3 for packed rows, 4
+// for a batch and for pages.
+bool operands_fit(const BoxedArgs& args, int64_t query_dims, int64_t key_dims);
+// Return true if plugin kernels take the arguments, regardless of speed: `operands_fit()`, no pages, no requested
+// splits.
 bool kernels_support(const BoxedArgs& args, int64_t dims);
+// Return true if `out` has the sizes, dtype and device of the result. A call without `out` fits.
+bool out_fits(const BoxedArgs& args);
 int64_t dims_of(AtenTensorHandle tensor);
 int compute_capability(AtenTensorHandle query);
 
 // Run a plugin kernel. Returns false if stock is to serve the call. Under a forced backend no call goes to stock: math
 // serves calls without elements, and a call without a kernel raises.
 bool run_with_kernels(const char* where, const HookedCall& hooked, ForwardResult* result);
+
+// The same for queries of packed sequences and a paged KV cache (varlen_pages.cpp). The pages are read in place or
+// gathered.
+bool run_with_pages(const char* where, AtenTensorHandle block_table, HookedCall* hooked, ForwardResult* result);
 
 // Results of stock's flash attention.
 struct FlashResult {

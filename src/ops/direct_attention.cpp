@@ -381,7 +381,7 @@ struct DirectCall {
 // Read a call. Returns false for a call that is not plain.
 bool read_call(Object* const* arguments, DirectCall* direct) {
   if (!is_none(arguments[argument("k_scale")]) || !is_none(arguments[argument("v_scale")]) ||
-      !is_none(arguments[argument("block_mask")]))
+      !is_none(arguments[argument("block_mask")]) || !is_none(arguments[argument("tree_mask")]))
     return false;
   const PythonApi& p = python_api();
   Tensors& x = direct->tensors;

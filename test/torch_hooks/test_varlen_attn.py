@@ -187,8 +187,9 @@ def test_forced_kernels_refuse_unsupported_calls(patched_device: str) -> None:
         torch.zeros(4, 1, dtype=torch.int32, device=patched_device),
     )
     calls_since_2_13 = (
-        ("block_table", (q, k[None], v[None]), {"seqused_k": used, "block_table": table}),
-        ("num_splits=3", (q, k, v), {"num_splits": 3}),
+        ("block_table, but no seqused_k", (q, k[None], v[None]), {"block_table": table}),
+        ("no cu_seq_k", (q, k, v), {"cu_seq_k": None, "seqused_k": used}),
+        ("num_splits=256", (q, k, v), {"num_splits": 256}),
     )
     with torch_flashplug.sdpa_backend("fa3"), torch.no_grad():
         for message, tensors, settings in (
@@ -196,8 +197,9 @@ def test_forced_kernels_refuse_unsupported_calls(patched_device: str) -> None:
             ("torch.float32", (q.float(), k.float(), v.float()), {}),
             (r"head dims \[60\]", (q[..., :60], k[..., :60], v[..., :60]), {}),
         ):
+            lengths = dict(zip(("cu_seq_q", "cu_seq_k", "max_q", "max_k"), make_lengths(patched_device), strict=True))
             with pytest.raises(RuntimeError, match=f"varlen_attn: the forced kernels do not support .*{message}"):
-                varlen.varlen_attn(*tensors, *make_lengths(patched_device), **GROUPED, **settings)
+                varlen.varlen_attn(*tensors, **(lengths | GROUPED | settings))
 
 
 def test_preferred_family_leaves_unsupported_calls_to_stock(stock_on_cpu: list[str]) -> None:

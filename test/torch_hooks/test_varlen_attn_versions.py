@@ -96,7 +96,7 @@ CALLS = [
     ("shapes", {}, {"window_size": (20, 0)}, FLASH, True),
     ("shapes", {}, {"enable_gqa": True}, FLASH, True),
     ("shapes", {}, {"num_splits": 1}, FLASH, True),
-    ("shapes", {}, {"out": torch.empty(0)}, FLASH, True),
+    ("shapes", {}, {"out": torch.empty(sum(LENGTHS), 2, 64, dtype=torch.bfloat16)}, FLASH, True),
     ("shapes", {}, {"scale": -0.5}, CUDNN, True),
     ("unknown", {}, {}, CUDNN, False),
     ("unknown", {"lengths": (1, 1)}, {"window_size": (20, 0)}, CUDNN, False),
@@ -144,10 +144,10 @@ def test_explain_varlen_reports_unsupported_arguments(rule: Callable[[str], None
     rule("flash")
     q, k, v, *lengths = make_varlen_call()
     table = torch.zeros(2, 1, dtype=torch.int32)
-    paged = {"block_table": table, "seqused_k": table[:, 0]}
     for operands, settings, word in (
-        ((q, k[None], v[None]), paged, "block_table"),
-        ((q, k, v), {"num_splits": 3}, "num_splits=3"),
+        ((q, k[None], v[None]), {"block_table": table}, "block_table, but no seqused_k"),
+        ((q, k, v), {"num_splits": 256}, "num_splits=256"),
+        ((q, k, v), {"out": q.float()}, "an out that differs"),
         ((q.float(), k.float(), v.float()), {}, "torch.float32"),
         ((q[..., :60], k[..., :60], v[..., :60]), {}, r"head dims \[60\]"),
     ):

@@ -5,6 +5,7 @@
 - `attention`: attention().
 - `direct_attention`: Plain calls of attention() in one C function.
 - `attention_args`: The checks of the arguments of attention().
+- `masked_attention`: attention() with a tree_mask, and with sinks beside a mask.
 - `varlen`: attention() of packed sequences, KV caches and paged KV caches.
 - `varlen_args`: The checks of cu_seqlens and seqused_k.
 - `varlen_plan`: plan_varlen(): tile lists that several calls share.

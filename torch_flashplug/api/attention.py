@@ -43,6 +43,7 @@ from .attention_args import (
     window_of,
 )
 from .block_sparse import block_sparse_attention
+from .masked_attention import attend_beside_sinks, tree_attention
 from .quantize_kv import quantized_attention
 from .varlen import check_pages, kv_length_attention, paged_attention, varlen_attention
 from .varlen_plan import VarlenPlan, check_is_plan
@@ -69,6 +70,7 @@ def attention(  # noqa: PLR0913
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
     block_mask: object | None = None,
+    tree_mask: Tensor | None = None,
     num_splits: int | None = None,
     fixed_split_size: int | None = None,
     plan: VarlenPlan | None = None,
@@ -138,6 +140,11 @@ def attention(  # noqa: PLR0913
             keys then. The result of preprocessing is kept with a BlockMask, so only the first call waits for the
             device.
             Gradients of q, k and v exist; gradients through the LSE cost a second forward and a second backward.
+        tree_mask (Tensor or None): (B, Sq, Sq) bool, a draft tree of speculative decoding. The last Sq keys of each
+            sequence belong to the query rows, and tree_mask[b, i, j] is True where row i sees the key of row j. All
+            earlier keys are visible, as far as the left bound of `window` allows. With `block_table` and `seqused_k`,
+            or with a cache. Kernels read a mask over all keys, and pages are first copied into contiguous tensors. No
+            gradients.
         num_splits (int or None): Number of CTAs among which the keys of decode are split, 1 to 255. None: the fastest
             number. 1 also promises batch-invariant results: a sequence gets the same bits of results and gradients
             alone and in any batch, for calls of the same form. The promise holds on one GPU, with equal dtype, head
@@ -187,7 +194,8 @@ def attention(  # noqa: PLR0913
     if is_more_than_sdpa and not torch.compiler.is_compiling() and forward_ad._current_level < 0:
         results = direct_attention.attend(
             q, k, v, causal, window, softcap, sinks, scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            seqused_k, block_table, k_scale, v_scale, block_mask, num_splits, fixed_split_size, plan, out, return_lse,
+            seqused_k, block_table, k_scale, v_scale, block_mask, tree_mask, num_splits, fixed_split_size, plan, out,
+            return_lse,
         )  # fmt: skip
         if results is not None:
             return results
@@ -196,9 +204,19 @@ def attention(  # noqa: PLR0913
     operands, scales = (q, k, v), (k_scale, v_scale)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k)
     if out is not None and not is_quantized:
-        check_out(out, operands, sinks, *scales, *lengths, block_table)
+        check_out(out, operands, sinks, *scales, *lengths, block_table, tree_mask)
     if plan is not None and not is_quantized:
         check_is_plan(plan, cu_seqlens_q is not None and block_table is None and block_mask is None)
+    if tree_mask is not None:
+        conflicts = {
+            "causal or the right bound of window": params.window.right >= 0, "softcap": softcap != 0.0,
+            "cu_seqlens_q": cu_seqlens_q is not None, "cu_seqlens_k": cu_seqlens_k is not None,
+            "num_splits": num_splits is not None, "fixed_split_size": fixed_split_size is not None,
+            "block_mask": block_mask is not None, "plan": plan is not None, "a QuantizedKV": is_quantized,
+        }  # fmt: skip
+        names = [name for name, is_used in conflicts.items() if is_used]
+        results = tree_attention(operands, sinks, tree_mask, seqused_k, block_table, scales, params, names, out)
+        return results if return_lse else results[0]
     if block_mask is not None or is_quantized:
         conflicts = {
             "causal or window": params.window.is_bounded and not is_quantized, "window": is_quantized and bool(window),
@@ -208,10 +226,11 @@ def attention(  # noqa: PLR0913
             "block_mask": is_quantized and block_mask is not None, "plan": is_quantized and plan is not None,
         }  # fmt: skip
         names = [name for name, is_used in conflicts.items() if is_used]
-        if is_quantized:
-            results = quantized_attention(q, k, v, causal, params, names, out)
-        else:
-            results = block_sparse_attention(operands, block_mask, names, scale, out)
+        results = (
+            quantized_attention(q, k, v, causal, params, names, out)
+            if is_quantized
+            else block_sparse_attention(operands, block_mask, names, scale, out)
+        )
         return results if return_lse else results[0]
     if block_table is not None:
         results = paged_attention(operands, sinks, block_table, lengths, scales, params, max_seqlen_q, out)
@@ -259,7 +278,7 @@ def _dense_attention(  # noqa: PLR0913
             query, key, value, *kv_scales, attn_mask=mask, k_is_rotated=False, scale=scale
         )
     elif needs_attention_op and params.softcap == 0.0 and is_decode_call(query, key, value):
-        out, lse = _beside_sinks(query, key, value, sinks, _as_mask(window, query, key), scale)
+        out, lse = attend_beside_sinks(query, key, value, sinks, _as_mask(window, query, key), scale)
     elif needs_attention_op or (_is_for_kernels(window, query, key, value) and forward_ad._current_level < 0):
         inputs = describe_call.under_autocast(q.device.type, query, key, value)
         op_args = (*inputs, sinks, *NO_LENGTHS, *params, *NO_PLAN)
@@ -376,17 +395,3 @@ def _decided(flag: bool) -> bool:
     if flag:  # noqa: SIM103
         return True
     return False
-
-
-def _beside_sinks(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Run an op without sinks, then scale the output by the share of the keys in each row's sum with the sinks."""
-    out, lse, *_ = torch.ops.torch_flashplug.sdpa_fwd(
-        query, key, value, mask, dropout_p=0.0, causal_mode=0, scale=scale, mode=0
-    )
-    if sinks is None:
-        return out, lse
-    total = torch.logaddexp(lse, sinks.unsqueeze(-1))
-    share = torch.exp(lse - total).masked_fill(lse == -torch.inf, 0.0)
-    return (out * share.unsqueeze(-1)).to(out.dtype), total

@@ -99,8 +99,9 @@ def explain_attention(
     if varlen_plan is not None:
         _check_plan_argument(varlen_plan, tensors, arguments, plan)
     if plan is None:
-        plan = _of_sdpa(recorder, tensors, device)
+        plan = _of_sdpa(recorder, tensors, device, is_view="tree_mask" not in arguments)
         plan = _with_copies(plan, _CONVERTED) if recorder.dequantizes else plan
+        plan = _with_copies(plan, _GATHERED) if "block_table" in arguments else plan
     elif "block_table" in arguments and recorder.recorded_ops[0] is namespace.attention_fwd:
         plan = _with_copies(plan, _GATHERED)
     return replace(plan, call=_in_one_line(tensors, arguments))
@@ -316,10 +317,13 @@ def _with_copies(plan: Plan, *texts: str) -> Plan:
     return replace(plan, copies=sentences(*texts, plan.copies))
 
 
-def _of_sdpa(recorder: _OpRecorder, tensors: tuple[Tensor, ...], device: str | None) -> Plan:
-    """Return the plan of the F.scaled_dot_product_attention call, with the addresses of the caller's tensors."""
+def _of_sdpa(recorder: _OpRecorder, tensors: tuple[Tensor, ...], device: str | None, *, is_view: bool) -> Plan:
+    """Return the plan of the F.scaled_dot_product_attention call.
+
+    The operands have the addresses of the caller's tensors, if the call has views of the tensors (`is_view`).
+    """
     query, key, value, mask, *more = recorder.args
-    twins = [_twin(x, like) for x, like in zip(tensors, (query, key, value), strict=True)]
+    twins = [_twin(x, like, is_view) for x, like in zip(tensors, (query, key, value), strict=True)]
     if mask is not None:
         mask = torch.empty(mask.shape, dtype=mask.dtype, device=twins[0].device)
     causal, scale = (more[0], more[1]) if recorder.recorded_ops[-1] is _F_SDPA else (False, more[2])
@@ -327,9 +331,9 @@ def _of_sdpa(recorder: _OpRecorder, tensors: tuple[Tensor, ...], device: str | N
     return explain(*twins, mask, 0.0, causal, scale=scale, enable_gqa=grouped, device=device)
 
 
-def _twin(x: Tensor, like: Tensor) -> Tensor:
-    """Return the view of `x` that `like` stands for, or an empty tensor like `like` if the dtypes differ."""
-    if x.dtype != like.dtype:
+def _twin(x: Tensor, like: Tensor, is_view: bool) -> Tensor:
+    """Return the view of `x` that `like` stands for, or an empty tensor like `like` for a copy or another dtype."""
+    if x.dtype != like.dtype or not is_view:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=x.device)
     return x.as_strided(like.shape, like.stride(), x.storage_offset() + like.storage_offset())
 

@@ -86,7 +86,8 @@ def explain_varlen(
         backend = _backend(varlen, (query, key, value, cu_seq_q, cu_seq_k), max_q, settings, device)
     except (RuntimeError, ValueError) as refused:
         return replace(_stocks(call, "The call is rejected by torch before the op runs."), error=str(refused))
-    facts = _facts((query, key, value), cu_seq_k, max_q, settings) | {"backend": backend}
+    facts = _facts((query, key, value), cu_seq_k, max_q, settings)
+    facts |= {"backend": backend, "unknown_value": 0}  # varlen_attn passes known arguments only
     cc = DEVICES[device]["cc"] if device is not None else bindings.device_facts(query.device.index or 0)["cc"]
     mode = bindings.effective_mode()
     decision = varlen_decision.decide_varlen(facts, cc, mode)
@@ -94,8 +95,8 @@ def explain_varlen(
     if decision["reason"] not in {"served", "forced"}:
         return replace(_stocks(call, decision["text"]), error=decision["error"], stock_choice=stock)
     attention_args = {"scale": settings.get("scale"), "window": tuple(settings["window_size"])}
-    attention_args |= {"seqused_k": settings.get("seqused_k"), "num_splits": settings.get("num_splits")}
-    attention_args |= {"cu_seqlens_q": cu_seq_q, "cu_seqlens_k": cu_seq_k}
+    attention_args |= {"seqused_k": settings.get("seqused_k"), "num_splits": settings.get("num_splits") or None}
+    attention_args |= {"cu_seqlens_q": cu_seq_q} | _keys(cu_seq_k, max_q, settings)
     forced = bindings.forced_kernels(mode)
     kernel_backend = bindings.backend_of(mode) if bindings.backend_of(mode) in KERNEL_BACKENDS else KERNEL_BACKENDS[0]
     try:
@@ -108,6 +109,14 @@ def explain_varlen(
     wrong = decision["stock_bug"] and f"{decision['stock_bug']} ({decision['row']})"
     row = "" if wrong else decision["row"]
     return replace(plan, call=call, row=row, stock_bug=wrong, stock_choice=stock)
+
+
+def _keys(cu_seq_k: Tensor | None, max_q: int, settings: dict[str, object]) -> dict[str, object]:
+    """Return the arguments of attention() for the keys of a call, as in src/hooks/varlen_pages.cpp."""
+    if settings.get("block_table") is None:
+        return {"cu_seqlens_k": cu_seq_k}
+    is_decode = max_q == 1 and settings.get("num_splits") != 1
+    return {"block_table": settings["block_table"], "max_seqlen_q": 1 if is_decode else None}
 
 
 def _stocks(call: str, why: str) -> Plan:
@@ -139,9 +148,13 @@ def _backend(
 def _facts(
     operands: tuple[Tensor, ...], cu_seq_k: Tensor | None, max_q: int, settings: dict[str, object]
 ) -> dict[str, int]:
-    """Return the facts of a call except `backend`, in the form of facts_of_call() of src/hooks/varlen_attn.cpp."""
+    """Return the facts of a call of varlen_attn, in the form of facts_of_call() of src/hooks/varlen_attn.cpp.
+
+    `backend` and `unknown_value` are facts of the op alone, and are missing.
+    """
     query, key, value = operands
     rule = varlen_decision.varlen_rule()
+    key_dims = 3 if settings.get("block_table") is None else 4
     return {
         "rule": bindings.names("varlen rules").index(rule),
         "allowed": rule != "argument" or describe_call.kernels_allowed(),
@@ -157,7 +170,9 @@ def _facts(
         "splits": -1 if settings.get("num_splits") is None else settings["num_splits"],
         "paged": settings.get("block_table") is not None,
         "has_cu_seqlens_k": cu_seq_k is not None,
-        "readable": all(map(_is_readable, operands)),
+        "has_seqused_k": settings.get("seqused_k") is not None,
+        "readable": all(map(_is_readable, operands, (3, key_dims, key_dims))),
+        "out_fits": _out_fits(settings.get("out"), query, value),
         "misaligned": not all(map(_lies_as_cudnn_wants, operands)),
         "unusual_scale": bindings.kind_of_scale(settings.get("scale")) != "positive",
     }
@@ -170,8 +185,13 @@ def _number_of(dtype: torch.dtype) -> int:
     return names.index(name) if name in names else len(names) - 1
 
 
-def _is_readable(x: Tensor) -> bool:
-    is_supported = x.dtype in (torch.bfloat16, torch.float16) and x.dim() == 3
+def _out_fits(out: Tensor | None, query: Tensor, value: Tensor) -> bool:
+    has_shape = out is None or out.shape == (*query.shape[:-1], value.shape[-1])
+    return has_shape and (out is None or (out.dtype == query.dtype and out.device == query.device))
+
+
+def _is_readable(x: Tensor, dims: int) -> bool:
+    is_supported = x.dtype in (torch.bfloat16, torch.float16) and x.dim() == dims
     return is_supported and x.shape[-1] % HEAD_DIM_STEP == 0 and x.shape[-1] <= MAX_GENERAL_HEAD_DIM
 
 

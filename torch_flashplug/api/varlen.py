@@ -141,7 +141,7 @@ def paged_attention(  # noqa: PLR0913
                 return _gather_pages_then_attend(*packed, scales, out_buffer)
             normalize_kv_scales(False, scales, k, v)  # raises an error for scales
             return _attend_to_pages(*packed, out_buffer)
-        block_table, seqused_k = _of_rows(cu_seqlens_q, q.shape[0], block_table, seqused_k)
+        block_table, seqused_k = paged.tables_of_rows(cu_seqlens_q, q.shape[0], block_table, seqused_k)
     batch = q if cu_seqlens_q is None else q.unsqueeze(1)
     check_rank("q", batch, 4, DENSE_RULE)
     check_pages(batch, k, v, block_table, seqused_k, batch.shape[0])
@@ -159,19 +159,6 @@ def paged_attention(  # noqa: PLR0913
     out, lse = call_op_with_out("paged_fwd", out_buffer, *op_args)
     out = out.transpose(1, 2)
     return (out, lse) if cu_seqlens_q is None else (out.squeeze(1), lse.squeeze(2).transpose(0, 1))
-
-
-def _of_rows(cu_seqlens_q: Tensor, rows: int, block_table: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a block table and a KV length for each query row, where a sequence has at most one row.
-
-    A row outside of all sequences gets KV length 0.
-    """
-    if not block_table.shape[0]:
-        return block_table.new_zeros(rows, block_table.shape[1]), seqused_k.new_zeros(rows)
-    row = torch.arange(rows, device=cu_seqlens_q.device)
-    sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), row, right=True).clamp(max=block_table.shape[0] - 1)
-    in_sequence = (cu_seqlens_q[sequence] <= row) & (row < cu_seqlens_q[sequence + 1])
-    return block_table[sequence], torch.where(in_sequence, seqused_k[sequence], 0)
 
 
 def _attend_to_pages(
@@ -201,14 +188,10 @@ def _gather_pages_then_attend(
     Sequences may have any number of query rows.
     """
     (q, *pools), (cu_seqlens_q, seqused_k) = operands, lengths
-    paged.check_page_numbers(block_table, seqused_k, *pools[0].shape[:2])
     pools = [x.transpose(1, 2) for x in pools]
     kv_scales = normalize_kv_scales(check_dtypes(*operands), scales, *pools, paged=True)
     kv_scales = tuple(None if x is None else paged.gathered(x, block_table).T.unsqueeze(0) for x in kv_scales)
-    keys_per_sequence = block_table.shape[1] * pools[0].shape[2]
-    kv_starts = torch.arange(block_table.shape[0] + 1, dtype=torch.int32, device=q.device) * keys_per_sequence
-    rows = (paged.gathered(x, block_table) for x in pools)
-    kv_lengths = seqused_k.clamp(0, keys_per_sequence if len(pools[0]) else 0)
+    *rows, kv_starts, kv_lengths = paged.gathered_sequences(*pools, block_table, seqused_k)
     return varlen_attention((q, *rows), sinks, (cu_seqlens_q, kv_starts, kv_lengths), params, kv_scales, out_buffer)
 
 

@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers import modeling_flash_attention_utils as flash_utils
-from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.generation.continuous_batching import initialization
+from transformers.integrations.flash_attention import flash_attention_forward, get_target_dtype
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask, sdpa_mask
 
@@ -111,9 +112,10 @@ def install() -> None:
     """Register attn_implementation="flashplug" with transformers, for all models.
 
     The implementation is transformers' flash attention (padding removed, packed sequences, windows, softcaps, sinks)
-    with the functions of torch_flashplug.flash_attn. uninstall() reverses install().
+    with the functions of torch_flashplug.flash_attn. On a GPU, generate_batch() decodes in the pages of the cache.
+    uninstall() reverses install().
     """
-    AttentionInterface.register(FLASH, flash_attention_forward)
+    AttentionInterface.register(FLASH, flash_attend)
     AttentionMaskInterface.register(FLASH, flash_attention_mask)
     for owner, name, wrapped in _WRAPPED:
         theirs = getattr(owner, name)
@@ -134,6 +136,49 @@ def uninstall() -> None:
         setattr(owner, name, getattr(getattr(owner, name), "flashplug_wraps", getattr(owner, name)))
     if flash_utils._loaded_implementation == FLASH:  # kept by transformers until the next load
         flash_utils._loaded_implementation = None
+
+
+def flash_attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **settings: object,
+) -> tuple[Tensor, None]:
+    """Compute transformers' flash attention without padding the values to the head dim of the query.
+
+    Args:
+        module (torch.nn.Module): attention layer.
+        query (Tensor): query (B, Hq, Sq, D).
+        key (Tensor): key (B, Hkv, Sk, D).
+        value (Tensor): value (B, Hkv, Sk, Dv).
+        attention_mask (Tensor | None): padding mask (B, Sk), with 0 for padding.
+        **settings (object): further arguments of transformers' flash attention.
+
+    Returns:
+        tuple[Tensor, None]: the output (B, Sq, Hq, Dv), and no attention weights.
+    """
+    has_paged_cache = any(settings.get(name) is not None for name in _OF_PAGED_CACHES)  # a cache has a single head dim
+    if query.shape[-1] == value.shape[-1] or has_paged_cache:
+        return flash_attention_forward(module, query, key, value, attention_mask, **settings)
+    rows_first = (x.transpose(1, 2) for x in (query, key, value))
+    is_causal, sinks = settings.pop("is_causal", None), settings.pop("s_aux", None)
+    out = flash_utils._flash_attention_forward(
+        *rows_first,
+        attention_mask,
+        query_length=query.shape[2],
+        is_causal=module.is_causal if is_causal is None else is_causal,
+        softmax_scale=settings.pop("scaling", None),
+        s_aux=None if sinks is None else sinks.to(query.dtype),
+        target_dtype=get_target_dtype(query, module),
+        attn_implementation=FLASH,
+        **settings,
+    )
+    return out, None
+
+
+_OF_PAGED_CACHES = ("cache", "block_table")  # arguments of transformers' flash attention
 
 
 def _loading_ours(theirs: Callable) -> Callable:
@@ -173,8 +218,24 @@ def _listing_ours(theirs: Callable) -> Callable:
     return check
 
 
+def _allowing_pages(theirs: Callable) -> Callable:
+    """Return a wrapper of transformers' question for a version of flash attention that permits "flashplug".
+
+    generate_batch() passes block tables to the functions of versions 2 and 3. For all other names, transformers gathers
+    the pages before each call.
+    """
+
+    @functools.wraps(theirs)
+    def is_requested(config: object = None, *more: object, **settings: object) -> bool:
+        is_ours = getattr(config, "_attn_implementation", None) == FLASH
+        return (is_ours and settings.get("version") is not None) or theirs(config, *more, **settings)
+
+    return is_requested
+
+
 _LISTED = "_compatible_flash_implementations"
 _WRAPPED = (
+    (initialization, "is_flash_attention_requested", _allowing_pages),
     (flash_utils, "_lazy_imports", _loading_ours),
     (PreTrainedModel, "_check_and_adjust_attn_implementation", _listing_ours),
 )

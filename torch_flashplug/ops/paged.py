@@ -4,6 +4,9 @@ Each sequence has its pages, and the first seqused_k[i] keys of sequence i are v
 in place, in 16 or 8 bits (src/ops/attention_ops.cpp). For more query rows, and on a CPU, the pages are first gathered
 into contiguous tensors for the kernels of packed sequences. There are no gradients.
 
+torch's varlen_attn packs queries of several sequences (src/hooks/varlen_attn.cpp). The ops `_tables_of_rows` and
+`_gathered_pages` bring the pages of such a call into the forms of kernels.
+
 A pool is (pages, Hkv, rows of a page, D). The argument `block_table` (B, n) int32 has the page numbers of each
 sequence. Page numbers after the visible keys may have any value. On a CPU, a page number of a visible key outside the
 pool raises ValueError. On a GPU such a number gives wrong results, but no access outside the pool.
@@ -37,6 +40,14 @@ _ARGS = (
 for _name in ("paged_fwd", "_paged_math"):
     _library.define(f"{_name}({_ARGS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
 _library.define(f"paged_fwd_out(Tensor(a!) out, {_ARGS}) -> Tensor lse", tags=_TAGS)
+_library.define(
+    "_tables_of_rows(Tensor cu_seqlens_q, int rows, Tensor block_table, Tensor seqused_k) -> (Tensor block_table, "
+    "Tensor seqused_k)"
+)
+_library.define(
+    "_gathered_pages(Tensor key, Tensor value, Tensor block_table, Tensor seqused_k) -> (Tensor key, Tensor value, "
+    "Tensor cu_seqlens_k, Tensor seqused_k)"
+)
 
 
 class PagedForwardArgs(NamedTuple):
@@ -76,6 +87,37 @@ def gathered(pool: Tensor, block_table: Tensor) -> Tensor:
     rows = rows.view(torch.uint8) if rows.element_size() == 1 else rows  # index_select supports few 8-bit dtypes
     rows = rows.index_select(0, block_table.flatten().long().clamp(0, pool.shape[0] - 1))
     return rows.view(pool.dtype).flatten(0, 1)
+
+
+def tables_of_rows(
+    cu_seqlens_q: Tensor, rows: int, block_table: Tensor, seqused_k: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return a block table and a KV length for each query row, where a sequence has at most one row.
+
+    A row outside of all sequences gets KV length 0.
+    """
+    if not block_table.shape[0]:
+        return block_table.new_zeros(rows, block_table.shape[1]), seqused_k.new_zeros(rows)
+    row = torch.arange(rows, device=cu_seqlens_q.device)
+    sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), row, right=True).clamp(max=block_table.shape[0] - 1)
+    in_sequence = (cu_seqlens_q[sequence] <= row) & (row < cu_seqlens_q[sequence + 1])
+    return block_table[sequence], torch.where(in_sequence, seqused_k[sequence], 0)
+
+
+def gathered_sequences(
+    key: Tensor, value: Tensor, block_table: Tensor, seqused_k: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Copy all pages of the tables into packed keys and values.
+
+    Returns:
+        Keys (B * n * rows, Hkv, D), values (B * n * rows, Hkv, Dv), cu_seqlens_k (B + 1,) and KV lengths (B,), which
+        are at most the capacity of a sequence.
+    """
+    check_page_numbers(block_table, seqused_k, key.shape[0], key.shape[2])
+    capacity = block_table.shape[1] * key.shape[2]
+    starts = torch.arange(block_table.shape[0] + 1, dtype=torch.int32, device=key.device) * capacity
+    lengths = seqused_k.clamp(0, capacity if len(key) else 0)
+    return gathered(key, block_table), gathered(value, block_table), starts, lengths
 
 
 def check_page_numbers(block_table: Tensor, seqused_k: Tensor, num_pages: int, page_rows: int) -> None:
@@ -123,29 +165,60 @@ def _math(*args: Tensor | int | float | None) -> tuple[Tensor, Tensor]:
     """Compute paged_fwd by gathering all pages."""
     a = PagedForwardArgs.from_op(*args)
     _check(a)
-    check_page_numbers(a.block_table, a.seqused_k, a.key.shape[0], a.key.shape[2])
     B, Hq, Sq, _ = a.query.shape
-    sequences, keys = a.block_table.shape[0], a.block_table.shape[1] * a.key.shape[2]
-    k, v = (gathered(x, a.block_table) for x in (a.key, a.value))
+    k, v, kv_starts, kv_lengths = gathered_sequences(a.key, a.value, a.block_table, a.seqused_k)
     cast_query = a.query
     if a.k_scale is not None:
         dtype = multiplied_in(a.query)
         scales = (gathered(s, a.block_table) for s in (a.k_scale, a.v_scale))
         k, v = (dequantized(x, s, dtype) for x, s in zip((k, v), scales, strict=True))
         cast_query = a.query.to(dtype)
-    sequence_idx = torch.arange(sequences + 1, dtype=torch.int32, device=a.query.device)
+    row_starts = torch.arange(B + 1, dtype=torch.int32, device=a.query.device) * Sq
     packed_args = a.as_attention(
         query=cast_query.transpose(0, 1).flatten(1, 2).unsqueeze(0),
         key=k.transpose(0, 1).unsqueeze(0),
         value=v.transpose(0, 1).unsqueeze(0),
-        cu_seqlens_q=sequence_idx * Sq if a.cu_seqlens_q is None else a.cu_seqlens_q,
-        cu_seqlens_k=sequence_idx * keys,
-        seqused_k=a.seqused_k.clamp(0, keys if len(a.key) else 0),
+        cu_seqlens_q=row_starts if a.cu_seqlens_q is None else a.cu_seqlens_q,
+        cu_seqlens_k=kv_starts,
+        seqused_k=kv_lengths,
     )
     result, lse = namespace.attention_fwd(*packed_args.to_op())
     out = empty_in_layout_of(a.query, (B, Hq, Sq, a.value.shape[3]))
     out.copy_(result.squeeze(0).unflatten(1, (B, Sq)).transpose(0, 1))
     return out, lse.squeeze(0).unflatten(1, (B, Sq)).transpose(0, 1).contiguous()
+
+
+def _check_tables(cu_seqlens_q: Tensor | None, block_table: Tensor, seqused_k: Tensor) -> None:
+    """Raise RuntimeError if tables and lengths do not fit together."""
+    dtypes = {x.dtype for x in (cu_seqlens_q, block_table, seqused_k) if x is not None}
+    dims = (1 if cu_seqlens_q is None else cu_seqlens_q.dim(), block_table.dim(), seqused_k.dim())
+    fits = dtypes == {torch.int32} and dims == (1, 2, 1) and len(seqused_k) == len(block_table)
+    torch._check(
+        fits and (cu_seqlens_q is None or len(cu_seqlens_q) == len(block_table) + 1),
+        lambda: (
+            "varlen_attn: block_table (B, n), seqused_k (B,) and cu_seq_q (B + 1,) must be int32 and fit, but got "
+            f"{block_table.dtype} {tuple(block_table.shape)}, {seqused_k.dtype} {tuple(seqused_k.shape)} and "
+            + ("none" if cu_seqlens_q is None else f"{cu_seqlens_q.dtype} {tuple(cu_seqlens_q.shape)}")
+            + ". Pass tables and lengths of the same sequences."
+        ),
+    )
+
+
+@held
+@without_own_graph
+def _tables_of_rows(cu_seqlens_q: Tensor, rows: int, block_table: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor]:
+    _check_tables(cu_seqlens_q, block_table, seqused_k)
+    tables, lengths = tables_of_rows(cu_seqlens_q, rows, block_table, seqused_k)
+    return tables.contiguous(), lengths
+
+
+@held
+@without_own_graph
+def _gathered_pages(
+    key: Tensor, value: Tensor, block_table: Tensor, seqused_k: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_tables(None, block_table, seqused_k)
+    return gathered_sequences(key, value, block_table, seqused_k)
 
 
 def _math_out(out: Tensor, *args: object) -> Tensor:
@@ -173,6 +246,8 @@ def _register() -> None:
     _library.impl("paged_fwd_out", _math_out, "CPU")
     torch.library.register_fake("torch_flashplug::paged_fwd_out", _out_fake, lib=_library)
     _library.impl("_paged_math", _math, "CompositeExplicitAutograd")
+    _library.impl("_tables_of_rows", _tables_of_rows, "CompositeExplicitAutograd")
+    _library.impl("_gathered_pages", _gathered_pages, "CompositeExplicitAutograd")
     for name in ("paged_fwd", "_paged_math"):
         torch.library.register_fake(f"torch_flashplug::{name}", empty_results, lib=_library)
     torch.library.register_autograd(

@@ -152,6 +152,10 @@ VARLEN_KERNELS = ("flash", "cudnn")
 VARLEN_FACTS = (
     "misaligned",  # an address or a stride of an operand is no multiple of 16 bytes, or a dim is broadcast
     "unusual_scale",  # the scale is zero, negative or not finite
+    # Forms of calls. A row holds for a form only if the row names the form.
+    "paged_decode",  # block_table, and max_q is 1 without num_splits=1: the decode kernel
+    "paged_rows",  # all other calls with block_table
+    "split_hint",  # num_splits is given and is not 1
 )
 
 
@@ -442,7 +446,8 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
 )
 # fmt: on
 # Up to torch 2.13, varlen_attn runs on flash attention. From torch 2.14 on, varlen_attn prefers cuDNN. Nobody has timed
-# cuDNN against these kernels, so such calls have only rows for faults of stock.
+# cuDNN against these kernels, so such calls have only rows for faults of stock. Nobody has timed stock's pages and
+# stock's splits against these kernels, so such calls have no rows.
 VARLEN_ROWS: tuple[VarlenRow, ...] = (
     VarlenRow("flash", 90, "2026-11-27 H100, torch 2.11, bench --suite ragged and window", 1.05),
     VarlenRow(
