@@ -146,11 +146,13 @@ std::string gate_text(const Plan& plan, const CallFacts& p, const DeviceFacts& d
                                     : "stock");
 }
 
-std::string row_text(int choice_row, const Tables& tables) {
+std::string row_text(int choice_row, const CallFacts& p, const Tables& tables) {
   if (choice_row < 0) return "";
   const ChoiceRow& row = tables.choices[choice_row];
-  const char* than = (row.features & tables.recipe_features) != 0 ? " x the 16-bit kernel (" : " x stock (";
-  return std::string(row.description) + ": " + format_fixed(row.ratio) + than + row.measured + ")";
+  const bool is_recipe = (row.features & tables.recipe_features) != 0;
+  const double ratio = p.without_cudnn ? row.ratio_without_cudnn : row.ratio;
+  const std::string than = is_recipe ? "the 16-bit kernel" : ratio != row.ratio ? "stock without cuDNN" : "stock";
+  return std::string(row.description) + ": " + format_fixed(ratio) + " x " + than + " (" + row.measured + ")";
 }
 
 std::string stock_bug_row_text(int stock_bug_row, const Tables& tables) {
@@ -372,7 +374,7 @@ std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceF
                    ? reason_text(plan.why_not_8bit, with_requested_precision(original, mode, tables), device, tables)
                    : "") +
          ", \"gate\": " + quote(has_gate_text ? gate_text(plan, p, device, tables) : "") +
-         ", \"row\": " + quote(row_text(plan.choice_row, tables)) +
+         ", \"row\": " + quote(row_text(plan.choice_row, p, tables)) +
          ", \"stock_bug\": " + quote(stock_bug_row_text(plan.stock_bug_row, tables)) + ", \"note\": " +
          quote(causal_note(p) + equal_lengths_note(plan, p, device, mode, tables) + shared_values_note(plan)) +
          ", \"copies\": " + quote(plan.ours() ? copies_text(p, tables) : "") +

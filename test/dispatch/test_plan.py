@@ -430,6 +430,18 @@ def test_reason_of_a_slower_class_names_the_setting_of_cudnn() -> None:
         assert plan["backend"] == "stock" and words in plan["reasons"]["fa3"], plan["reasons"]
 
 
+def test_row_of_a_plan_has_the_ratio_that_decided() -> None:
+    rows = [dataclasses.replace(row, ratio=0.8, without_cudnn=1.2) for row in CHOICES]
+    push_tables(KERNELS, tuple(rows))
+    facts = call((16, 16, 16), (512, 512), (64, 64))
+    for without_cudnn, backend, words in (
+        (0, "stock", ": 0.800 x stock ("),
+        (1, "fa3", ": 1.200 x stock without cuDNN ("),
+    ):
+        plan = bindings.plan(facts | {"without_cudnn": without_cudnn}, DEVICES["h100"])
+        assert plan["backend"] == backend and words in plan["row"], plan["row"]
+
+
 @pytest.mark.parametrize("heads, Sq, Sk, sharing", [
     ((1, 8, 1), 2048, 2048, 8),  # 16 blocks of keys: 128 tiles of a single head
     # 32 blocks: seven tiles each take two waves of the GPU, with one head per tile
