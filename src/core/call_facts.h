@@ -140,6 +140,8 @@ inline constexpr FeatureReader kFeatureReaders[] = {
     {"paged", [](const AttentionArgs& call) { return is_defined(call.block_table); }},
     // No argument shows the feature: packed sequences ask for it themselves (`equal_lengths_facts()`).
     {"equal", [](const AttentionArgs&) { return false; }},
+    // No argument shows the feature: the plan of a paged call asks for it (`may_balance_splits()`).
+    {"balanced", [](const AttentionArgs&) { return false; }},
 };
 constexpr int kNumFeatureReaders = std::size(kFeatureReaders);
 int64_t required_features(const AttentionArgs& call);  // a sum of feature bits
@@ -150,7 +152,8 @@ consteval int64_t feature_bit(std::string_view name) {
   return int64_t{1} << index;
 }
 constexpr int64_t kCausal = feature_bit("causal"), kMask = feature_bit("mask"), kDropout = feature_bit("dropout"),
-                  kWindow = feature_bit("window"), kVarlen = feature_bit("ragged"), kEqual = feature_bit("equal");
+                  kWindow = feature_bit("window"), kVarlen = feature_bit("ragged"), kEqual = feature_bit("equal"),
+                  kPaged = feature_bit("paged"), kBalanced = feature_bit("balanced");
 constexpr int64_t kBiases = feature_bit("bias") | feature_bit("bias32"), kAnyMask = kMask | kBiases;
 // Sign of the softmax scale. Kernels compute the running maximum of unscaled scores, and therefore take positive scales
 // only. The sign of a different finite scale moves to the query (`SignedScale` in operands.h).

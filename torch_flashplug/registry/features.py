@@ -111,6 +111,12 @@ FEATURES = (
         arguments=("cu_seqlens_q", "cu_seqlens_k"), class_path="equal_lengths.EqualLengthsFeature",
         is_unconditional=True,
     ),
+    Feature(
+        "balanced", "balanced", "with balanced splits",
+        "The call has a paged KV cache of uneven lengths, but the kernels of this backend give all sequences the same "
+        "number of splits.",
+        arguments=("even_splits",), decode_class_path="balanced_splits.BalancedSplitsFeature", is_unconditional=True,
+    ),
     # Features without a reader: a mode requests a recipe.
     *(
         Feature(
@@ -171,6 +177,7 @@ COMBINATIONS = (
         Combination(frozenset({"window", *more, "paged"}), {80: ("decode",)})
         for more in ((), ("softcap",), ("cache8",))
     ),
+    *(Combination(frozenset({"window", *more, "paged", "balanced"}), {80: ("decode",)}) for more in ((), ("softcap",))),
 )
 
 

@@ -12,6 +12,7 @@
 - `quantized_qkv`: 8-bit products.
 - `quantized_kv_cache`: 8-bit KV caches.
 - `paged_kv`: Paged KV caches.
+- `balanced_splits`: Balanced splits of paged KV caches in decode.
 - `decode_mask`: Bool masks in decode.
 - `decode_bias`: Float masks in decode.
 - `decode_window`: Windows in decode.
