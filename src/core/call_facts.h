@@ -142,6 +142,8 @@ inline constexpr FeatureReader kFeatureReaders[] = {
     {"equal", [](const AttentionArgs&) { return false; }},
     // No argument shows the feature: plans ask for it where values are shared (`may_share_values()`).
     {"shared", [](const AttentionArgs&) { return false; }},
+    // No argument shows the feature: the plan of a paged call asks for it (`may_balance_splits()`).
+    {"balanced", [](const AttentionArgs&) { return false; }},
 };
 constexpr int kNumFeatureReaders = std::size(kFeatureReaders);
 int64_t required_features(const AttentionArgs& call);  // a sum of feature bits
@@ -153,7 +155,7 @@ consteval int64_t feature_bit(std::string_view name) {
 }
 constexpr int64_t kCausal = feature_bit("causal"), kMask = feature_bit("mask"), kDropout = feature_bit("dropout"),
                   kWindow = feature_bit("window"), kVarlen = feature_bit("ragged"), kPaged = feature_bit("paged"),
-                  kEqual = feature_bit("equal"), kShared = feature_bit("shared");
+                  kEqual = feature_bit("equal"), kShared = feature_bit("shared"), kBalanced = feature_bit("balanced");
 constexpr int64_t kBiases = feature_bit("bias") | feature_bit("bias32"), kAnyMask = kMask | kBiases;
 // Sign of the softmax scale. Kernels compute the running maximum of unscaled scores, and therefore take positive scales
 // only. The sign of a different finite scale moves to the query (`SignedScale` in operands.h).

@@ -138,13 +138,14 @@ enum class Path : int {
   kMathBackward,
   kRoutedOurs,
   kRoutedStock,
-  kDenseAhead  // a dense kernel ahead of a kernel of packed sequences (equal_lengths.cpp)
+  kDenseAhead,  // a dense kernel ahead of a kernel of packed sequences (equal_lengths.cpp)
+  kBalanced     // a decode kernel with balanced splits (split_heuristic.cpp)
 };
 constexpr const char* kPathNames[] = {"ours_fwd",    "cudnn_fwd",    "efficient_fwd", "math_fwd",
                                       "ours_bwd",    "repaired_bwd", "efficient_bwd", "math_bwd",
-                                      "routed_ours", "routed_stock", "dense_ahead"};
+                                      "routed_ours", "routed_stock", "dense_ahead",   "balanced"};
 constexpr int kNumPaths = std::size(kPathNames);
-static_assert(kNumPaths == static_cast<int>(Path::kDenseAhead) + 1);
+static_assert(kNumPaths == static_cast<int>(Path::kBalanced) + 1);
 void count(Path path);
 void log_warning(const std::string& text);
 bool plans_are_logged();

@@ -223,7 +223,8 @@ constexpr const char* kKernelArgNames[] = {"q",
                                            "cu_seqlens_k",
                                            "seqused_k",
                                            "tile_lists",
-                                           "block_table"};
+                                           "block_table",
+                                           "even_splits"};
 constexpr int kNumKernelArgs = std::size(kKernelArgNames);
 // Index of a kernel argument. An unknown name does not compile.
 class KernelArg {
@@ -297,6 +298,7 @@ struct CostModelRow {
   int64_t max_shared_rows;              // maximal Sq * G of a decode call with shared values
   int64_t min_shared_keys;              // minimal number of keys of such a call, unless a backend is forced
   int64_t min_paged_rows;               // minimal rows of packed queries whose pages a forward kernel reads in place
+  int64_t max_balanced_sequences;       // maximal number of sequences of a decode with balanced splits; 0: none
   double packed_wave_ns;                // extra time of a call with packed rows, for every wave of CTAs
   double occupancy;                     // share of the SMs to be filled by tiles where keys cannot be split
   double cluster_ns;                    // waiting time inside a cluster
@@ -307,6 +309,7 @@ struct CostModelRow {
   double min_gain_of_sharing_ns;        // minimal time to be saved by several CTAs on an SM
   double unknown_rate;                  // assumed memory rate of a device with an unknown rate, bytes per ns
   double min_equal_ns;                  // minimal estimated time of the dense forward of such packed sequences
+  double items_per_slot;  // balanced splits: splits of uneven lengths for each CTA that the SMs hold at once
   // Largest share of the SMs that clusters of so many CTAs may fill; 0: no limit.
   double cluster_share[kMaxInCluster + 1];
 };

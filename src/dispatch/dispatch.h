@@ -102,6 +102,10 @@ struct Gate {
 struct Splits {
   int64_t n = 1;
   int64_t cluster = 1;
+  // Balanced splits: number of splits of the longest sequence, if KV lengths are even; else 0. With balanced splits,
+  // `n` is the number of items for each KV head and tile of rows. Each sequence gets some of the items on the device.
+  int64_t even = 0;
+  bool balanced() const { return even > 0; }
   bool in_memory() const { return n > cluster; }
 };
 
@@ -223,6 +227,13 @@ Splits split_among(const CallFacts& p, const KernelRow& row, const DeviceFacts& 
 int64_t possible_splits(const CallFacts& p, const KernelRow& row, const Tables& tables, int64_t requested);
 Splits splits_of_size(const CallFacts& p, const Tables& tables);  // for a call with a fixed split size
 int64_t partial_floats(const CallFacts& p, int64_t splits);       // fp32 values in the partial results of all splits
+// Balanced splits (kernels/features/balanced_splits.py). `may_balance_splits()` returns true if the plan of a call may
+// have balanced splits. `balanced_splits()` returns the splits for a kernel with such splits; `equal` are the splits
+// for equal lengths. `workspace_floats_of()` returns the size of the workspace for any splits, in 32-bit values.
+bool may_balance_splits(const CallFacts& p, int64_t requested, const Tables& tables);
+Splits balanced_splits(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
+                       Splits equal);
+int64_t workspace_floats_of(const CallFacts& p, Splits splits);
 // Texts for people (explain.cpp).
 std::string call_text(const CallFacts& p, const Tables& tables);
 // Return a compute capability in NVIDIA's notation: 90 is 9.0.

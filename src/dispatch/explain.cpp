@@ -119,6 +119,10 @@ std::string unmeasured_reason(int kernel_row, int64_t tiles, const CallFacts& p,
 std::string split_text(const Plan& plan, const CallFacts& p, const DeviceFacts& device, const Tables& tables) {
   const KernelRow& row = tables.kernels[plan.kernel_row];
   const int64_t ctas = plan.tiles * plan.splits.n, sms = std::max(device.sm_count, 1);
+  if (plan.splits.balanced())
+    return "tiles = B*Hkv*ceil(Sq*G/" + number(row.tile_m) + ") = " + number(plan.tiles) + " on " + number(sms) +
+           " SMs: balanced splits, " + number(plan.splits.n) + " for all sequences, or " + number(plan.splits.even) +
+           " for each sequence if lengths are even, " + number(ctas / p.B) + " CTAs";
   const int64_t blocks =
       p.split_size > 0 ? p.split_size / row.tile_n : ceil_div(ceil_div(p.Sk, row.tile_n), plan.splits.n);
   return "tiles = B*Hkv*ceil(Sq*G/" + number(row.tile_m) + ") = " + number(plan.tiles) + " on " + number(sms) +

@@ -45,7 +45,13 @@ int find_decode_row(const CallFacts& p, const DeviceFacts& device, Mode mode, co
     if (plan->packed_ns >= plan->unpacked_ns) return -1;
   }
   plan->splits = splits;
-  return row_index;
+  if (!may_balance_splits(p, mode.num_splits(), tables)) return row_index;
+  CallFacts balanced = p;
+  balanced.needs |= kBalanced;
+  const int balanced_index = find_kernel_row(balanced, kDecode, family, device, tables);
+  if (balanced_index < 0) return row_index;
+  plan->splits = balanced_splits(p, tables.kernels[balanced_index], device, tables, splits);
+  return balanced_index;
 }
 
 // Fill in kernel row, splits and tiles of the plan, or return the reason why the family cannot run the call.

@@ -115,6 +115,30 @@ Splits splits_of_size(const CallFacts& p, const Tables& tables) {
   return {std::max<int64_t>(ceil_div(keys, p.split_size), 2), 1};
 }
 
+// A batch-invariant call has splits that depend on a single sequence. A single sequence is balanced already. Kernels
+// count blocks and items in 32 bits.
+bool may_balance_splits(const CallFacts& p, int64_t requested, const Tables& tables) {
+  return (p.needs & kPaged) != 0 && requested == 0 && p.split_size == 0 && !p.batch_invariant && p.B > 1 &&
+         p.B <= tables.cost_model.max_balanced_sequences && p.B * p.Sk <= std::numeric_limits<int32_t>::max();
+}
+
+// A split of uneven lengths has at least total / (n - B) blocks, so all sequences together have at most n splits.
+Splits balanced_splits(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
+                       Splits equal) {
+  const int64_t slots = int64_t{row.ctas_per_sm} * std::max(device.sm_count, 1);
+  const int64_t tiles = packed_tiles(p, row) / p.B;  // of a sequence
+  const auto uneven = static_cast<int64_t>(tables.cost_model.items_per_slot * static_cast<double>(slots));
+  Splits splits{p.B + std::max<int64_t>(ceil_div(uneven, tiles), 1), 1, equal.n};
+  splits.n = std::max(splits.n, p.B * equal.n);
+  return splits;
+}
+
+int64_t workspace_floats_of(const CallFacts& p, Splits splits) {
+  constexpr int64_t counts = 2;  // integers for each sequence
+  if (!splits.balanced()) return partial_floats(p, splits.n);
+  return partial_floats(p, splits.n) / p.B + counts * p.B;
+}
+
 // All cluster sizes are tried. For more splits, the sum of the work of a CTA and the time of combining is smallest
 // where both are equal: at blocks * cost / n = n * partial_ns.
 Splits best_of(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,

@@ -131,7 +131,7 @@ bool our_forward(const ForwardCall& original, const ReadFacts& facts, const Plan
   const SignedScale positive = with_positive_scale(call, p);
   TensorHandle partials;
   if (plan.splits.in_memory()) {
-    const int64_t floats = partial_floats(p, plan.splits.n), unit_stride = 1;
+    const int64_t floats = workspace_floats_of(p, plan.splits), unit_stride = 1;
     partials = empty_strided(1, &floats, &unit_stride, fp32, query.device_type, query.device_index);
   }
   Arguments arguments(row, p, query.device_index);
@@ -167,7 +167,9 @@ bool our_forward(const ForwardCall& original, const ReadFacts& facts, const Plan
   // Kernels learn nothing else about splits, except a fixed split size, which is a fact of the call.
   arguments.integer("splits", plan.splits.n);
   arguments.integer("cluster", plan.splits.cluster);
+  arguments.integer("even_splits", plan.splits.even);
   launch(*kernel, arguments, plan.splits.n > 1);
+  if (plan.splits.balanced()) count(Path::kBalanced);
   if (!writable && !result->in_place) result->out = in_output_layout(std::move(result->out), original.q);
   count(Path::kOursForward);
   return true;

@@ -13,6 +13,7 @@ from torch_flashplug.registry.kernel_spec import KernelSpec
 # Modules of this folder that compare kernels with fp64. The lists of a module have the kernels that the module tests.
 NUMERICS_TESTS = (
     "test_8bit_kernels",
+    "test_balanced_splits",
     "test_bias",
     "test_bias_gradient",
     "test_bool_masks",

@@ -22,7 +22,7 @@ from torch_flashplug.testing import assert_bitwise_equal
 
 SEED = 20261126
 OP = torch.ops.torch_flashplug.paged_fwd
-SPECS = [spec for spec in kernel_table.specs(80, "decode") if "paged" in spec.features]
+SPECS = [spec for spec in kernel_table.specs(80, "decode") if spec.features & {"paged", "balanced"} == {"paged"}]
 IN_16, IN_8 = ([spec for spec in SPECS if ("cache8" in spec.features) == eight] for eight in (False, True))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HEADS = (8, 2)

@@ -32,7 +32,7 @@ NO_DEVICE = dict.fromkeys(DEVICE_FACTS, 0)
 PATHS = (
     *("ours_fwd", "cudnn_fwd", "efficient_fwd", "math_fwd"),
     *("ours_bwd", "repaired_bwd", "efficient_bwd", "math_bwd"),
-    *("routed_ours", "routed_stock", "dense_ahead"),
+    *("routed_ours", "routed_stock", "dense_ahead", "balanced"),
 )
 
 

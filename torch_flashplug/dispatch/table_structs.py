@@ -99,8 +99,9 @@ class CostModelRow(ctypes.Structure):
     _fields_ = (
         *_members(c_int64, "max_decode_rows max_packed_rows min_rows_saved rows_per_sum max_cluster"),
         *_members(c_int64, "min_equal_rows min_equal_rows_of_gradients max_shared_rows min_shared_keys min_paged_rows"),
+        *_members(c_int64, "max_balanced_sequences"),
         *_members(c_double, "packed_wave_ns occupancy cluster_ns cluster_rate combine_ns combine_rate read_efficiency"),
-        *_members(c_double, "min_gain_of_sharing_ns unknown_rate min_equal_ns"),
+        *_members(c_double, "min_gain_of_sharing_ns unknown_rate min_equal_ns items_per_slot"),
         ("cluster_share", c_double * (MAX_CLUSTER_SIZE + 1)),
     )
 

@@ -67,6 +67,12 @@ class CostModel:
     # Smallest number of rows of packed queries for a forward kernel that reads the pages of a KV cache in place. No
     # number by default, so that pages are gathered: the kernel did not run on a GPU (docs/experiments/varlen.md).
     min_paged_rows: int = 1 << 40
+    # Largest number of sequences of a decode with balanced splits (kernels/features/balanced_splits.py), because every
+    # CTA reads all KV lengths. No call by default: no GPU has run the kernels. 512 is a sensible limit for trials.
+    max_balanced_sequences: int = 0
+    # Splits of uneven lengths, for each CTA that the SMs hold at once. Simulated: 3 comes within 1 to 3 % of the best
+    # number in each of four batches (docs/experiments/decode.md).
+    items_per_slot: float = 3.0
     # Share of the SMs that clusters of so many CTAs may fill; 0: no limit. The GPU places clusters of more than two
     # CTAs next to each other on some SMs, while other SMs idle. Clusters of three keep three quarters of the SMs evenly
     # busy, larger clusters keep half.

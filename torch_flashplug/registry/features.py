@@ -117,6 +117,12 @@ FEATURES = (
         "value is the first columns of key, but the kernels of this backend load value separately.",
         decode_class_path="shared_values.SharedValuesFeature", is_unconditional=True,
     ),
+    Feature(
+        "balanced", "balanced", "with balanced splits",
+        "The call has a paged KV cache of uneven lengths, but the kernels of this backend give all sequences the same "
+        "number of splits.",
+        arguments=("even_splits",), decode_class_path="balanced_splits.BalancedSplitsFeature", is_unconditional=True,
+    ),
     # Features without a reader: a mode requests a recipe.
     *(
         Feature(
@@ -179,6 +185,7 @@ COMBINATIONS = (
         for more in ((), ("softcap",), ("cache8",))
     ),
     *(Combination(frozenset({*more, "shared"}), {90: ("decode",)}) for more in ((), ("window", "paged"))),
+    *(Combination(frozenset({"window", *more, "paged", "balanced"}), {80: ("decode",)}) for more in ((), ("softcap",))),
 )
 
 

@@ -101,6 +101,9 @@ _LENGTHS = (
 _BLOCK_TABLE = _tensor("block_table", 2, "int32", "(B, n), page indices; k and v are (pages, Hkv, rows of a page, D)",
                  is_optional=True)  # fmt: skip
 _SPLIT_SIZE = _number("split_size", "int32", "keys of a split, a multiple of tile_n; 0: equal splits", is_optional=True)
+_EVEN_SPLITS = _number(
+    "even_splits", "int32", "balanced splits: splits of the longest sequence if lengths are even", is_optional=True
+)
 _SINKS = _tensor("sinks", 1, "fp32", "(Hq,), a further logit in the softmax of each row; (0,): none", is_optional=True)
 _LSE_GRADIENT = _tensor(
     "dlse", 3, "fp32", "(B, Hq, Sq), gradient of the LSE, from autograd; (B, Hq, 0): none", is_optional=True
@@ -145,7 +148,7 @@ DECODE = (
     # If no split goes through memory, `partials` is a single float at any address, and nothing is written.
     _tensor("partials", 1, "fp32", "(B * Hq * Sq * splits * (Dv + 2),) if splits > cluster; workspace of the op"),
     _SCALE,
-    _number("splits", "int32", "CTAs that share the keys of a tile; at most one for each block of keys"),
+    _number("splits", "int32", "CTAs that share the keys of a tile; balanced: items (balanced_splits.py)"),
     _number("cluster", "int32", "CTAs that combine in shared memory: all splits (<= MAX_CLUSTER_SIZE), or 1"),
     _MASK[0],
     *_BIAS,
@@ -156,6 +159,7 @@ DECODE = (
     _BLOCK_TABLE,
     _LENGTHS[2],
     _SPLIT_SIZE,
+    _EVEN_SPLITS,
 )
 _FORWARD_RESULTS = (
     _tensor("o", 4, "output", "(B, Hq, Sq, Dv), output of the forward"),

@@ -39,6 +39,7 @@ EQUAL = EQUAL_FULL + EQUAL_CAUSAL
 SOFTCAP = ("window+softcap", "window+softcap+ragged")
 PAGED_VARLEN = ("window+ragged+paged", "window+softcap+ragged+paged")  # packed queries over pages
 PAGED, PAGED_CACHED = ("window+paged", "window+softcap+paged"), ("window+cache8+paged",)
+BALANCED = tuple(f"{tag}+balanced" for tag in PAGED)
 WITHOUT_SPILLS = ("bf16_int8", "bf16_e5m2", "fp16_int8", "fp16_e5m2")  # e4m3 on sm_80 needs more registers
 QK8 = ("qk8", "causal+qk8")
 IN_8BIT, IN_E4M3 = (tuple(mask + recipe for mask in ("", "causal+")) for recipe in ("8bit", "e4m3"))
@@ -316,6 +317,11 @@ KERNEL_ROWS = (
     KernelRow("decode", 80, 256, 256, PAGED, 16, 64, 1, 1500, ctas_per_sm=2),
     KernelRow("decode", 80, 256, 256, PAGED, 64, 64, 1, 1550, ctas_per_sm=2),
     KernelRow("decode", 80, 256, 256, PAGED_CACHED, 16, 64, 2, 1000, ctas_per_sm=2, elements=WITHOUT_SPILLS),
+    # Balanced splits: the tiles of the rows above. No GPU has run these kernels yet.
+    KernelRow("decode", 80, 64, 64, BALANCED, 16, 64, 3, 300, ctas_per_sm=2),
+    KernelRow("decode", 80, 64, 64, BALANCED, 64, 64, 3, 600, ctas_per_sm=2),
+    KernelRow("decode", 80, 128, 128, BALANCED, 16, 128, 1, 900, ctas_per_sm=2),
+    KernelRow("decode", 80, 128, 128, BALANCED, 64, 64, 2, 850, ctas_per_sm=2),
     KernelRow("fwd", 80, 32, 32, BOTH, 64, 128, 1, 390),
     KernelRow("fwd", 80, 64, 64, BOTH, 128, 96, 1, 1268),
     KernelRow("fwd", 80, 64, 64, FULL, 128, 112, 1, 1475),

@@ -9,9 +9,10 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..primitives import sm90
-from ..tiling.block_iterator import BoundBlocks, SplitKvRange
+from ..tiling.block_iterator import BlockIterator, BoundBlocks, SplitKvRange
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile, TileAddressing
+from .split_kv import WorkspacePartials
 
 
 @dataclass(frozen=True)
@@ -68,3 +69,49 @@ class DecodeTile:
         Sq = cutlass.max(self.sizes.Sq, 1) if self.sizes.may_be_empty else self.sizes.Sq
         group = self.rows // Sq
         return self.tile.kv_head * group + row // Sq, self.tile.row(row % Sq)
+
+    def partials(self, workspace: WorkspacePartials) -> WorkspacePartials:
+        """Return the partial results of the tile's sequence. All sequences have the same number of splits."""
+        return workspace
+
+    def publish_splits(self, workspace: WorkspacePartials) -> None:
+        """Tell the `SplitKvCombine` kernel the splits of the sequence. Equal numbers of splits need no message."""
+
+
+@dataclass(frozen=True)
+class DecodeGrid:
+    """Assignment of CTAs to decode tiles. All sequences have the same number of splits.
+
+    The class has no fields, so a kernel needs no argument.
+    """
+
+    def num_ctas(self, B: Int32, Hkv: Int32, m_tiles: Int32, splits: Int32) -> Int32:
+        """Return the number of CTAs of the launch."""
+        return m_tiles * splits * Hkv * B
+
+    def workspace(self, start: cute.Pointer, rows: Int32, splits: Int32, Dv: Int32) -> WorkspacePartials:
+        """Return the workspace of the partial results.
+
+        Args:
+            start: start of the workspace.
+            rows: number of rows, B * Hq * Sq.
+            splits: the argument `splits` of the kernel.
+            Dv: columns of the output.
+        """
+        return WorkspacePartials(start, rows, splits, Dv)
+
+    def tile_of_cta(
+        self, addressing: TileAddressing, block_iterator: BlockIterator, sizes: SeqlenInfo, heads: tuple[Int32, Int32],
+        tile_shape: tuple[int, int], splits: Int32
+    ) -> DecodeTile:  # fmt: skip
+        """Return the decode tile of a CTA.
+
+        Args:
+            addressing: tile addressing.
+            block_iterator: iterator over KV blocks.
+            sizes: sizes of the tensors.
+            heads: numbers of query heads and of KV heads.
+            tile_shape: rows of a tile, and keys of a block.
+            splits: the argument `splits` of the kernel.
+        """
+        return DecodeTile.of_cta(addressing, sizes, *heads, tile_shape[0], splits)

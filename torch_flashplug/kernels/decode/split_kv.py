@@ -50,12 +50,38 @@ class WorkspacePartials:
     splits: Int32
     Dv: Int32
 
+    @property
+    def outputs(self) -> Int64:
+        """Number of outputs in the workspace. Maxima and sums follow."""
+        return Int64(self.rows) * self.splits
+
+    def index(self, row: Int32, split: Int32) -> Int64:
+        """Return the index of the output of a split of a row."""
+        return Int64(row) * self.splits + split
+
     def output(self, row: Int32, split: Int32) -> cute.Pointer:
-        return self.start + (Int64(row) * self.splits + split) * self.Dv
+        return self.start + self.index(row, split) * self.Dv
 
     def weight(self, row: Int32, split: Int32) -> cute.Pointer:
         """Return the pointer to the maximum and the sum of a partial result."""
-        return self.start + Int64(self.rows) * self.splits * self.Dv + (Int64(row) * self.splits + split) * 2
+        return self.start + self.outputs * self.Dv + self.index(row, split) * 2
+
+    def of_row(self, row: Int32, rows_of_sequence: Int32) -> WorkspacePartials:
+        """Combine: return the partial results of a row. The results of the previous kernel are visible."""
+        return self
+
+    def has(self, row: Int32) -> cutlass.Boolean:
+        """Combine: return whether the row exists, and has partial results."""
+        return row < self.rows
+
+    def order_splits(self, split_size: Int32 | None) -> Int32:
+        """Return the number of splits that determines the accumulation order.
+
+        Splits of a fixed size (more than 0) always have the same order. In this order, empty splits behind the rest
+        change no bit of the result.
+        """
+        splits = self.splits
+        return splits if split_size is None else cutlass.select_(split_size > 0, Int32(FEW + 1), splits)
 
     def weight_of(self, row: Int32, split: Int32) -> tuple[Float32, Float32]:
         return loaded(self.weight(row, split))
@@ -137,12 +163,13 @@ class SplitKvCombine:
             scale: scale of the maxima.
             score_pipeline: score stages of the kernel that computed the partial results.
             stream: CUDA stream.
-            split_size: see `order_splits_of`.
+            split_size: see `WorkspacePartials.order_splits`.
         """
-        rows, order_splits = partials.rows, order_splits_of(partials.splits, split_size)
+        rows, order_splits = partials.rows, partials.order_splits(split_size)
         rows_of_cta = cutlass.select_(order_splits >= MANY, Int32(1), Int32(WARPS))
         columns = cutlass.select_(order_splits <= FEW, Int32(WARP * QUAD), Int32(COLUMN_LANES * QUAD))
-        self.kernel(mO, mLSE, partials.start, partials.splits, scale, score_pipeline.sinks, split_size).launch(
+        arguments = (mO, mLSE, partials.start, partials.splits, scale, score_pipeline.sinks, split_size)
+        self.kernel(*arguments, type(partials)).launch(
             grid=(cute.ceil_div(rows, rows_of_cta), cute.ceil_div(partials.Dv, columns), 1),
             block=(WARPS * WARP, 1, 1),
             stream=stream,
@@ -152,17 +179,17 @@ class SplitKvCombine:
     @cute.kernel
     def kernel(
         self, mO: cute.Tensor, mLSE: cute.Tensor, start: cute.Pointer, splits: Int32, scale: Float32,
-        sinks: cute.Tensor | None, split_size: Int32 | None,
+        sinks: cute.Tensor | None, split_size: Int32 | None, workspace_class: cutlass.Constexpr[type],
     ):  # fmt: skip
         B, Hq, Sq, Dv = mO.shape
-        partials = WorkspacePartials(start, B * Hq * Sq, splits, Dv)
+        workspace = workspace_class(start, B * Hq * Sq, splits, Dv)
         smem = cutlass.memory.SmemAllocator()
         layout = cute.make_ordered_layout((2 + QUAD, COLUMN_LANES, WARPS), (2, 1, 0))
         shared = smem.allocate_tensor(Float32, layout, 16)
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block, chunk, _ = cute.arch.block_idx()
-        order_splits = order_splits_of(splits, split_size)
+        order_splits = workspace.order_splits(split_size)
         is_few_splits, is_many_splits = order_splits <= FEW, order_splits >= MANY
         row = cutlass.select_(is_many_splits, block, block * WARPS + warp)
         lanes = cutlass.select_(is_few_splits, Int32(WARP), Int32(COLUMN_LANES))
@@ -171,15 +198,16 @@ class SplitKvCombine:
         step = cutlass.select_(is_many_splits, Int32(WARPS), Int32(1)) * (WARP // lanes)
 
         wait_for_previous_kernel()
+        partials = workspace.of_row(row, Hq * Sq)
         partial = PartialResult.create(scale)
-        if row < partials.rows:
-            for first in cutlass.range(begin, splits, step * AT_ONCE, unroll=1):
+        if partials.has(row):
+            for first in cutlass.range(begin, partials.splits, step * AT_ONCE, unroll=1):
                 partial.add(partials, row, first, step, cutlass.min(column, Dv - QUAD))
         if order_splits > FEW:
             partial.join_lanes()
         if is_many_splits:
             partial.join_warps(shared, warp)
-        writes = (lane < lanes) & (row < partials.rows) & ((warp == 0) | (order_splits < MANY))
+        writes = (lane < lanes) & partials.has(row) & ((warp == 0) | (order_splits < MANY))
         if writes:
             index, query = row // Sq, row % Sq
             batch, head = index // Hq, index % Hq
@@ -188,15 +216,6 @@ class SplitKvCombine:
                 partial.write(mO[batch, head, query, None].iterator + column, self.element)
             if column == 0:
                 mLSE[batch, head, query] = lse
-
-
-def order_splits_of(splits: Int32, split_size: Int32 | None) -> Int32:
-    """Return the number of splits that determines the accumulation order.
-
-    Splits of a fixed size (more than 0) always have the same order. In this order, empty splits behind the rest change
-    no bit of the result.
-    """
-    return splits if split_size is None else cutlass.select_(split_size > 0, Int32(FEW + 1), splits)
 
 
 def starts_early() -> bool:

@@ -13,6 +13,7 @@
 - `quantized_kv_cache`: 8-bit KV caches.
 - `paged_kv`: Paged KV caches.
 - `paged_prefill`: Packed queries over paged KV caches.
+- `balanced_splits`: Balanced splits of paged KV caches in decode.
 - `decode_mask`: Bool masks in decode.
 - `decode_bias`: Float masks in decode.
 - `decode_window`: Windows in decode.

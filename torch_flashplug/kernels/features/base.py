@@ -75,6 +75,9 @@ class KernelFeatures:
     def kv_loader(self, call: object) -> object:
         """Decode: return the KV loader (decode/kv_load.py), or None if K and V need no conversion."""
 
+    def decode_grid(self, call: object) -> object:
+        """Decode: return the assignment of CTAs to tiles (decode/pack_gqa.py), or None for equal numbers of splits."""
+
     def masking_stage(self, call: object) -> ScoreStage:
         """Return the stage to mask invisible scores. Every score pipeline contains such a stage."""
         return KvBoundsStage()

@@ -67,13 +67,23 @@ class BoundDecodeWindow:
         A split without blocks gets the block behind all keys. Splits of a fixed size count from the first visible block
         of the sequence. A sequence therefore has the same splits in any batch and with block tables of any width.
         """
-        first, _ = self.window.keys(Int32(0))
-        _, behind = self.window.keys(self.sizes.Sq - 1)
-        end = cute.ceil_div(cutlass.min(cutlass.max(behind, 1), self.sizes.seqlen_k_at_least_one), self.tile_n)
-        begin = cutlass.min(cutlass.max(first, 0) // self.tile_n, end - 1)
+        begin, end = self.visible_blocks()
         split = self.split_of(end - begin, split_idx, num_splits)
         beyond = cute.ceil_div(self.sizes.seqlen_k_at_least_one, self.tile_n)
         return SplitKvRange(begin + split.begin, begin + split.end).or_block(beyond)
+
+    def visible_blocks(self) -> tuple[Int32, Int32]:
+        """Return the first block visible to some query, and the end of the visible blocks."""
+        first, _ = self.window.keys(Int32(0))
+        _, behind = self.window.keys(self.sizes.Sq - 1)
+        end = cute.ceil_div(cutlass.min(cutlass.max(behind, 1), self.sizes.seqlen_k_at_least_one), self.tile_n)
+        return cutlass.min(cutlass.max(first, 0) // self.tile_n, end - 1), end
+
+    @property
+    def num_blocks(self) -> Int32:
+        """Number of visible blocks, at least one."""
+        begin, end = self.visible_blocks()
+        return end - begin
 
     def split_of(self, blocks: Int32, split_idx: Int32, num_splits: Int32) -> SplitKvRange:
         equal_split, size = SplitKvRange.create(blocks, split_idx, num_splits), self.split_blocks

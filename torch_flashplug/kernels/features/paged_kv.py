@@ -49,6 +49,10 @@ class PagedAddressing(DenseAddressing):
 
     page_table: PageTable
 
+    @property
+    def num_sequences(self) -> Int32:
+        return self.page_table.kv_lens.shape[0]
+
     def of_batch(self, tile: Tile, kv_head: Int32, batch: Int32) -> Tile:
         keys = self.page_table.keys(batch)
         sizes = VarlenSeqlenInfo(tile.sizes.Sq, keys, cutlass.max(keys, 1))

@@ -22,7 +22,7 @@ from cutlass import Float32, Int32
 from ...registry.kernel_spec import MMA_ATOM_M, RESULT_ROW_PADDING, WARP, AmpereSpec
 from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..decode.kv_load import K, KvLoader, KvScaleLoader, V
-from ..decode.pack_gqa import DecodeTile
+from ..decode.pack_gqa import DecodeGrid, DecodeTile
 from ..decode.split_kv import (
     PartialResult,
     SplitKvCombine,
@@ -188,16 +188,18 @@ class DecodeSm80(KernelCall, kind="decode"):
         Hkv = call.k.shape[1]
         addressing = self.features.tile_addressing(call)
         m_tiles = addressing.max_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
-        partials = WorkspacePartials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
+        decode_grid = self.decode_grid(call)
+        partials = decode_grid.workspace(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
         tensors = DecodeGmem(call.q, call.k, call.v, call.o, call.lse)
         feature_args = (
             addressing,
             self.features.block_iterator(call),
             self.features.score_pipeline(call),
             self.kv_loader(call),
+            decode_grid,
         )
         self.kernel(tensors, partials.start, call.scale, call.splits, *feature_args).launch(
-            grid=(m_tiles * call.splits * Hkv * B, 1, 1),
+            grid=(decode_grid.num_ctas(B, Hkv, m_tiles, call.splits), 1, 1),
             block=(self.spec.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.spec.ctas_per_sm,
@@ -222,6 +224,11 @@ class DecodeSm80(KernelCall, kind="decode"):
         kv_loader = self.features.kv_loader(call)
         return KvLoader() if kv_loader is None else kv_loader
 
+    def decode_grid(self, call: KernelArgs) -> DecodeGrid:
+        """Return the assignment of CTAs to tiles of the spec's features."""
+        decode_grid = self.features.decode_grid(call)
+        return DecodeGrid() if decode_grid is None else decode_grid
+
     @cute.kernel
     def kernel(
         self,
@@ -233,6 +240,7 @@ class DecodeSm80(KernelCall, kind="decode"):
         block_iterator: BlockIterator,
         score_pipeline: ScorePipeline,
         kv_loader: KvLoader,
+        decode_grid: DecodeGrid,
     ):
         """Process a tile of packed rows against the keys of a split."""
         smem = cutlass.memory.SmemAllocator()
@@ -240,7 +248,8 @@ class DecodeSm80(KernelCall, kind="decode"):
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         team, slab = warp // self.team_warps, warp % self.team_warps
         sizes = SeqlenInfo(tensors.q.shape[2], tensors.k.shape[2])
-        decode_tile = DecodeTile.of_cta(addressing, sizes, tensors.q.shape[1], tensors.k.shape[1], self.tile_m, splits)
+        heads, tile_shape = (tensors.q.shape[1], tensors.k.shape[1]), (self.tile_m, self.tile_n)
+        decode_tile = decode_grid.tile_of_cta(addressing, block_iterator, sizes, heads, tile_shape, splits)
         q = sm80.SmemTile(start, self.tile_m, self.d)
         bound_iterator = block_iterator.bind(decode_tile.sizes, self.tile_m, self.tile_n).allocate_smem(smem)
         first_head, _ = decode_tile.unpack_row(Int32(0))
@@ -272,7 +281,9 @@ class DecodeSm80(KernelCall, kind="decode"):
             fragments.rows_and_columns(out), row_stats, teams, team, slab * MMA_ATOM_M + lane // 4, kv_loader
         )
         cute.arch.sync_threads()
-        self.reduce_teams(teams, decode_tile, tensors.o, tensors.lse, partials, scales.natural, score_pipeline)
+        B, Hq, Sq, Dv = tensors.o.shape
+        workspace = decode_grid.workspace(partials, B * Hq * Sq, splits, Dv)
+        self.reduce_teams(teams, decode_tile, tensors.o, tensors.lse, workspace, scales.natural, score_pipeline)
 
     def make_kv_stages(
         self, mK: cute.Tensor, mV: cute.Tensor, decode_tile: DecodeTile, bound_iterator: BoundBlocks,
@@ -345,16 +356,16 @@ class DecodeSm80(KernelCall, kind="decode"):
 
     @cute.jit
     def reduce_teams(
-        self, teams: TeamPartials, decode_tile: DecodeTile, mO: cute.Tensor, mLSE: cute.Tensor, partials: cute.Pointer,
-        scale: Float32,
-        score_pipeline: ScorePipeline,
+        self, teams: TeamPartials, decode_tile: DecodeTile, mO: cute.Tensor, mLSE: cute.Tensor,
+        workspace: WorkspacePartials, scale: Float32, score_pipeline: ScorePipeline,
     ):  # fmt: skip
         """Reduce the teams' results, executed by all threads.
 
         The rows go to O and LSE if keys are not split, and to the partial results otherwise.
         """
         B, Hq, Sq, Dv = mO.shape
-        split_partials, quads = WorkspacePartials(partials, B * Hq * Sq, decode_tile.splits, Dv), Dv // QUAD
+        split_partials, quads = decode_tile.partials(workspace), Dv // QUAD
+        decode_tile.publish_splits(workspace)
         num_units = cutlass.min(decode_tile.rows - decode_tile.first_row, self.tile_m) * quads
         for unit in cutlass.range(cute.arch.thread_idx()[0], num_units, self.spec.threads, unroll=1):
             row, column = unit // quads, unit % quads * QUAD
