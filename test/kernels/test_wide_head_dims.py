@@ -10,10 +10,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from forced_splits import plan_of_forced_call
 from fp64_gradients import NAMES, check_gradients_of_case
 from golden_plans import call
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_flashplug
+from torch_flashplug.api.attention_args import has_kernel
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
@@ -119,6 +122,22 @@ def test_gradients_of_wide_heads_have_to_be_forced() -> None:
     assert plan["backend"] == "stock" and "Force these kernels" in plan["reasons"]["fa3"]
     plan = bindings.plan(call(*WIDE, grad=1, scale=bindings.SCALE_IDS["negative"]), H100)
     assert not plan["gradients"].startswith("partbwd")
+
+
+def test_query_heads_of_a_wide_gradient_are_shared() -> None:
+    """A case has so few blocks of keys that several tiles share the query heads, and results are added up."""
+    case = case_named("wide_grad_shared_h8_d512")
+    assert plan_of_forced_call(case, backend="fa3", grad=1)["sharing"] == case.Hq
+
+
+def test_attention_leaves_wide_gradients_to_math_unless_forced() -> None:
+    with FakeTensorMode():
+        query = torch.empty(1, 2, 64, 512, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    assert not has_kernel(query, query, query)
+    with torch_flashplug.sdpa_backend("fa3"):
+        assert has_kernel(query, query, query)
+    with torch.no_grad():
+        assert has_kernel(query, query, query)
 
 
 @pytest.mark.parametrize("facts", [{"causal": 1}, {"mask": 1}, {"window": 1}, {"window": 1, "ragged": 1}])

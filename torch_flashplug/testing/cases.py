@@ -378,6 +378,7 @@ WIDE_GRADIENT_CASES: tuple[Case, ...] = tuple(
 ) + (
     new_case("wide_grad_slice_d328v384", (2, 3, 3), (70, 100), (328, 384), layout="slice"),
     new_case("wide_grad_mqa_h6_d512", (1, 6, 1), (65, 70), (512, 512), "gqa"),
+    new_case("wide_grad_shared_h8_d512", (1, 8, 1), (512, 70), (512, 512), "gqa"),
 )  # fmt: skip
 _ALL_CASES = CASES + ODD_CASES + WIDE_CASES + WIDE_GRADIENT_CASES
 _BY_NAME = {case.name: case for case in _ALL_CASES}

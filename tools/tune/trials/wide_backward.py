@@ -3,10 +3,11 @@
     python tools/tune/trials/wide_backward.py              checks (about 30 s), then times (about 80 s)
     python tools/tune/trials/wide_backward.py check        checks alone
     python tools/tune/trials/wide_backward.py time         times alone
+    python tools/tune/trials/wide_backward.py kernels      names of the kernels, as options of tools/build/aot.py
 
-The kernels of kind partbwd and fwd with head dims of 320, 384 and 512 must be in a pack (sm90a_wide), or the compiler
-must be installed. `FAIL` begins the line of a wrong number. TFLOP/s count 10 B H Sq Sk D of the backward alone (causal:
-half).
+The kernels must be in a pack, or the compiler must be installed, which takes minutes. "One stage" is a variant with a
+single stage of K, Q or dO where two fit, and a longer ring of the other operand. `FAIL` begins the line of a wrong
+number. TFLOP/s count 10 B H Sq Sk D of the backward alone (causal: half).
 
 Predicted for an H100, 32 heads, S 8192, D 512 (docs/experiments/backward.md): 230 to 300 full, 210 to 280 causal, five
 times stock. Results of two runs have the same bits.
@@ -14,18 +15,23 @@ times stock. Results of two runs have the same bits.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import torch_flashplug
+from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.registry import kernel_table
+from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import assert_within_budget
 from torch_flashplug.testing.budget import GRAD_FACTOR
 
@@ -123,6 +129,37 @@ def run_checks() -> None:
         say("checked", shape, "failures so far:", failures)
 
 
+def one_stage_rows() -> list[kernel_table.KernelRow]:
+    """Return the kernel table with a single stage in backward rows of head dims above 256."""
+    return [
+        dataclasses.replace(row, stages=1) if row.kind == "partbwd" and row.d_max > 256 else row
+        for row in kernel_table.KERNEL_ROWS
+    ]
+
+
+@contextmanager
+def tables_of(variant: str) -> Iterator[None]:
+    """Enter a scope with the kernel table of a variant."""
+    if variant == "one stage":
+        startup.push_tables(one_stage_rows())
+    try:
+        yield
+    finally:
+        startup.push_tables()
+
+
+def kernel_names() -> list[str]:
+    """Return the names of the kernels that the checks and the times need."""
+
+    def wide(rows: Iterable[kernel_table.KernelRow]) -> list[KernelSpec]:
+        specs = [spec for row in rows if row.kind in {"fwd", "partbwd"} for spec in row.specs()]
+        return [spec for spec in specs if spec.arch == 90 and spec.d == spec.dv > 256]
+
+    specs = [spec for spec in wide(kernel_table.KERNEL_ROWS) if spec.mask in {"full", "causal", "mask"}]
+    specs += [spec for spec in wide(one_stage_rows()) if (spec.dtype, spec.mask) == ("bf16", "full")]
+    return list(dict.fromkeys(spec.name() for spec in specs))
+
+
 def time_of(run: Callable[[], object], repeats: int) -> float:
     """Return the milliseconds of a run, the mean of several runs in sequence."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -160,27 +197,33 @@ def run_times() -> None:
             say("no time for", name)
             continue
         leaves = make_leaves(B, Hq, Hkv, S, S, D, D, torch.bfloat16)
+        variants = ("fa3", "one stage", "stock") if D < 512 else ("fa3", "stock")
         runs, times = {}, {}
-        for backend in ("fa3", "stock"):
+        for variant in variants:
             try:
-                runs[backend] = make_backward(backend, leaves, causal)
-                time_of(runs[backend], 1)
-                times[backend] = []
+                runs[variant] = make_backward("stock" if variant == "stock" else "fa3", leaves, causal)
+                with tables_of(variant):
+                    time_of(runs[variant], 1)
+                times[variant] = []
             except torch.OutOfMemoryError:
-                say(name, backend, "is out of memory")
-                runs.pop(backend, None)
+                say(name, variant, "is out of memory")
+                runs.pop(variant, None)
         for _ in range(ROUNDS):
-            for backend, run in runs.items():
-                times[backend].append(time_of(run, 3 if backend == "fa3" else 1))
+            for variant, run in runs.items():
+                with tables_of(variant):
+                    times[variant].append(time_of(run, 1 if variant == "stock" else 3))
         flop = 10 * B * Hq * S * S * D * (0.5 if causal else 1.0)
-        medians = {backend: statistics.median(x) for backend, x in times.items()}
-        rates = ", ".join(f"{backend} {ms:.2f} ms {flop / ms / 1e9:.0f} TFLOP/s" for backend, ms in medians.items())
-        ratio = f"{medians['stock'] / medians['fa3']:.2f}" if len(medians) == 2 else "-"
+        medians = {variant: statistics.median(x) for variant, x in times.items()}
+        rates = ", ".join(f"{variant} {ms:.2f} ms {flop / ms / 1e9:.0f} TFLOP/s" for variant, ms in medians.items())
+        ratio = f"{medians['stock'] / medians['fa3']:.2f}" if "stock" in medians else "-"
         say(f"{name}: {rates}; stock / fa3 {ratio}")
         say("   us by kernel:", profile(runs["fa3"]))
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["kernels"]:
+        print(*(f"--spec {name}" for name in kernel_names()))
+        sys.exit(0)
     if sys.argv[1:] != ["time"]:
         run_checks()
         say("checks done:", failures, "failures")
