@@ -52,7 +52,8 @@ KERNEL_LAYERS = (
     ("tiling", "call_args"),
     ("primitives",),
 )
-COMPOSED = {  # calls that launch kernels of two files
+COMPOSED = {  # calls that launch kernels of two files, or a kernel with the launches and roles of another
+    "sm90/backward_96_keys.py": {"backward"},
     "sm90/backward_split.py": {"backward_dq", "backward_dkdv"},
     "sm90/backward_wide.py": {"backward_wide_dq", "backward_wide_dkdv"},
 }

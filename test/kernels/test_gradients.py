@@ -79,7 +79,8 @@ def test_every_backward_kernel_is_reached_by_a_case(family: Family) -> None:
     ]
     backwards = kernel_table.specs(family.arch, "bwd", "detbwd", "partbwd")
     # further features: test_bool_masks, test_dropout, ...
-    rows = [spec for spec in backwards if spec.features <= {"causal"}]
+    # fused backwards of 96 keys: test_backward_96_keys
+    rows = [spec for spec in backwards if spec.features <= {"causal"} and not spec.is_backward_of_96_keys]
     missing = {spec.name() for spec in rows} - {plan["gradients"] for plan in plans}
     # For D 64 without a mask, the split backward is faster only if dQ alone is wanted:
     # test_subset_of_gradients_is_exact_and_saves_memory.

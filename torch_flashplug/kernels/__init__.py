@@ -35,11 +35,14 @@ BUILDERS = {
 }
 # The same for specs whose mainloop is not the mainloop of BUILDERS.
 SHARED_DECODES = {90: ("sm90.decode_shared", "SharedDecodeSm90")}
+BACKWARDS_OF_96_KEYS = {90: ("sm90.backward_96_keys", "Backward96KeysSm90")}
 WIDE_BACKWARDS = {90: ("sm90.backward_wide", "WideBackwardSm90")}
 
 
 def builder_path(spec) -> tuple[str, str]:
     """Return the module and the class that build a kernel spec."""
+    if spec.is_backward_of_96_keys:
+        return BACKWARDS_OF_96_KEYS[spec.arch]
     if spec.is_wide_backward:
         return WIDE_BACKWARDS[spec.arch]
     if feature_table.shares_values(spec.features):

@@ -72,6 +72,7 @@ REGISTER_SPLIT = {  # by the number of consumer warpgroups
 BUSY_REGISTER_SPLIT = RegisterSplit(40, 232)  # two consumer warpgroups, and a producer that computes
 TWO_CTA_REGISTER_SPLIT = RegisterSplit(40, 216)  # of CTAs with one consumer warpgroup, with two CTAs per SM
 REGISTER_OVERHEAD = 28  # registers for addresses, row state and loop counters of a consumer, as seen in SASS
+OVERHEAD_OF_96_KEYS = 24  # the same for a backward of 96 keys, whose threads hold row statistics of two rows
 COPY_UNIT = 16  # bytes: copies of a bias move multiples of the unit (kernels/score_stages/bias_load.py)
 SWIZZLED_LINE = 128  # bytes of a line in the TMA swizzle
 BACKWARD_WARPGROUPS = 2
@@ -176,6 +177,11 @@ class KernelSpec:
     @property
     def is_split_backward(self) -> bool:
         return self.kind == "partbwd"
+
+    @property
+    def is_backward_of_96_keys(self) -> bool:
+        """True for a fused backward whose warpgroups own dV and dK, because the registers of one do not hold both."""
+        return self.kind == "bwd" and self.arch == 90 and self.d + self.dv > 2 * BACKWARD_TILE[1]
 
     @property
     def is_wide_backward(self) -> bool:
@@ -448,6 +454,8 @@ class HopperSpec(KernelSpec):
     def _bwd_bytes(self) -> int:
         """Return the bytes of a backward without the units in flight for dQ writers."""
         written = DQ_WRITERS * self.tile_m // 8 * self.row_bytes("q")
+        if self.is_backward_of_96_keys:  # P beside dS; no dQ in fp32
+            return self._dkdv_bytes() + self.tile_n * self.tile_m * self.bytes_of("q") + written + BARRIER_BYTES
         return self._dkdv_bytes() + self.tile_m * self.d * FP32_BYTES + written + BARRIER_BYTES
 
     @property
@@ -500,7 +508,8 @@ class HopperSpec(KernelSpec):
         """Return the accumulator registers of a consumer thread.
 
         - fwd: scores and output in fp32, probabilities in 16 bits.
-        - bwd: dK and dV, scores and the gradient of the scores (then dQ, if `shares_dq_registers`) in fp32,
+        - bwd of 96 keys: dK (or dV), the gradient of the scores (or scores, then dQ) in fp32, and the same in 16 bits.
+        - other bwd: dK and dV, scores and the gradient of the scores (then dQ, if `shares_dq_registers`) in fp32,
           probabilities (then dS) in 16 bits. If `kv_in_registers`, all of these are separate, and K and V are in
           registers, too.
         - dbias: scores, the gradient of the scores, and the sum of the gradient in fp32.
@@ -515,6 +524,8 @@ class HopperSpec(KernelSpec):
         if self.is_split_backward:
             weights = self.tile_m // 4
             return max(self.d // 2 + self.tile_n, (self.d + self.dv) // 4 + self.tile_m // 2) + weights
+        if self.is_backward_of_96_keys:
+            return max(self.d, self.dv) * self.tile_n // WARPGROUP + self.tile_n // 2 + self.tile_n // 4
         if self.is_backward:
             keys = (self.d + self.dv) // 2 + self.tile_m + self.tile_m // 4
             keys += (not self.shares_dq_registers) * self.d // 4
@@ -524,11 +535,15 @@ class HopperSpec(KernelSpec):
 
     def register_budget(self) -> RegisterBudget:
         available = self.register_split.consumer if self.splits_registers else self._decode_registers(1)
-        return RegisterBudget(self.accumulator_registers() + REGISTER_OVERHEAD, available)
+        overhead = OVERHEAD_OF_96_KEYS if self.is_backward_of_96_keys else REGISTER_OVERHEAD
+        return RegisterBudget(self.accumulator_registers() + overhead, available)
 
     def illegal_shape(self) -> str | None:
         tiles = {"dbias": BIAS_TILES, "partbwd": (SPLIT_BACKWARD_TILE,), "tilebwd": (SINGLE_TILE,)}
-        tiles = tiles.get(self.kind, (BACKWARD_TILE,))
+        # Half of dQ has the registers of the scores: ptxas serializes products whose accumulators overlap in part.
+        half_of_dq = ROWS_PER_WARPGROUP, self.d // BACKWARD_WARPGROUPS
+        fused_tile = half_of_dq if self.is_backward_of_96_keys else BACKWARD_TILE
+        tiles = tiles.get(self.kind, (fused_tile,))
         if self.elementwise:
             return "Hopper kernels must use TMA, which moves 16-byte units; only sm_80 kernels are element-wise"
         if self.tile_m % ROWS_PER_WARPGROUP or self.warpgroups not in REGISTER_SPLIT:

@@ -254,6 +254,9 @@ KERNEL_ROWS = (
     KernelRow("bwd", 90, 96, 96, BOTH + WINDOW, 64, 128, 2),
     KernelRow("bwd", 90, 128, 128, BOTH + EQUAL + WINDOW + VARLEN + SOFTCAP, 64, 128, 2),
     KernelRow("bwd", 90, 128, 128, MASK + BIAS + DROPPED, 64, 128, 2),
+    # Never run on a GPU. UNTIMED_ROWS of dispatch_table.py choose the split backward instead.
+    KernelRow("bwd", 90, 192, 128, BOTH, 64, 96, 2, elements=("bf16",)),
+    KernelRow("bwd", 90, 192, 192, BOTH, 64, 96, 2, elements=("bf16",)),
     KernelRow("detbwd", 90, 64, 64, BOTH + WINDOW + MASK + DROPPED, 64, 128, 4),
     KernelRow("detbwd", 90, 128, 128, BOTH + WINDOW + MASK + DROPPED, 64, 128, 2),
     KernelRow("decode", 90, 64, 64, FULL + BIASES, 64, 64, 4, 300),

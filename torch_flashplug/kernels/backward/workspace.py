@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from ...registry.kernel_spec import FP32_BYTES, WARP
 from ..primitives.vector_access import QUAD, vector_at
 from ..tiling.tile import Tile
 
@@ -73,6 +74,14 @@ class DqWorkspace:
         size, target = Int32(self.unit_floats * 4), self.unit(unit).toint()
         cute.arch.inline_ptx(text, read_only_args=[target, floats.iterator.toint(), size])
         cute.arch.cp_async_bulk_commit_group()
+
+    def add_registers(self, unit: Int32, acc: cute.Tensor) -> None:
+        """Add the warp's part of an accumulator to a unit, by vector reductions of all lanes."""
+        flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+        target = (self.unit(unit) + cute.arch.lane_idx() * QUAD).toint()
+        for i in range(0, cute.size(acc), QUAD):
+            text = f"red.global.add.v4.f32 [{{$r0}}+{i * WARP * FP32_BYTES}], {{ {{$r1}}, {{$r2}}, {{$r3}}, {{$r4}} }};"
+            cute.arch.inline_ptx(text, read_only_args=[target, *(flat[i + n] for n in range(QUAD))])
 
     def unit_counter(self, unit: Int32 | Int64) -> cute.Pointer:
         """Return the pointer to the counter of a unit."""

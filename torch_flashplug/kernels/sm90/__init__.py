@@ -3,6 +3,7 @@
 - `common`: Arguments that all kernels share.
 - `forward`: The forward.
 - `backward`: The backward, one kernel.
+- `backward_96_keys`: The backward of head dims 192 and (192, 128), one kernel.
 - `backward_split`: The backward in two kernels, backward_dq and backward_dkdv.
 - `backward_dq`: The gradient of the queries.
 - `backward_dkdv`: The gradients of keys and values.
