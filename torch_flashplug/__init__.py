@@ -9,9 +9,9 @@ from __future__ import annotations
 from . import deprecation, env
 from .version import __version__ as __version__
 
-# While `import torch` runs the entry points of plugins, no program has asked for the package yet. So torch must stay
-# untouched. `_autoload.hook()` runs `__init__` a second time if the plugin is wanted.
-inert = env.torch_is_loading_backends() and "inert" not in globals()
+# While `import torch`, vLLM or SGLang load the entry points of plugins, no program has asked for the package yet. So
+# torch must stay untouched. `_autoload.hook()` runs `__init__` a second time if the plugin is wanted.
+inert = (env.torch_is_loading_backends() or env.is_loaded_as_entry_point()) and "inert" not in globals()
 
 if not inert:
     env.check()

@@ -153,6 +153,23 @@ def torch_is_loading_backends() -> bool:
     return frame is not None
 
 
+def is_loaded_as_entry_point() -> bool:
+    """Return whether the package is imported only because a program loads an entry point of `_autoload`.
+
+    vLLM and SGLang load the entry points of all installed plugins in each process, even if nothing uses the package.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "load" and frame.f_globals.get("__name__") in _METADATA_MODULES:
+            entry_point = frame.f_locals.get("self")
+            return str(getattr(entry_point, "value", "")).startswith(f"{__package__}._autoload:")
+        frame = frame.f_back
+    return False
+
+
+_METADATA_MODULES = {"importlib.metadata", "importlib_metadata"}
+
+
 def names_plugin_in_torch_logs() -> bool:
     """Return whether TORCH_LOGS names torch_flashplug.
 

@@ -73,6 +73,7 @@ EXCUSED: dict[str, str] = {
         for x in ("_merge", "_add")
     },
     "torch_flashplug/api/attention.py:attention": "one function for what others have three for, by the field's names",
+    "torch_flashplug/integrations/vllm.py:__init__": "vLLM's arguments",
     "torch_flashplug/api/varlen_plan.py:plan_varlen": "as many of the same arguments as lists depend on",
     **{
         f"torch_flashplug/flash_attn.py:{name}": "another package's arguments"

@@ -25,7 +25,8 @@ RAISING = (
     *("ops/block_mask", "ops/quantized_kv", "ops/attention", "ops/paged", "ops/sdpa", "registry/quant_recipes"),
     *("dispatch/library", "cli/warmup", "cli/model_config"),
     *("codegen/jit", "codegen/dsl", "codegen/linker", "codegen/kernel_cache", "codegen/worker"),
-    *("integrations/int8_cache", "torch_hooks/distributed/context_parallel"),
+    *("integrations/int8_cache", "integrations/paged_batch", "integrations/vllm", "integrations/sglang"),
+    "torch_hooks/distributed/context_parallel",
     *("torch_hooks/distributed/ring_attention", "torch_hooks/vmap"),
 )
 # Messages without fixed words, made only of values and of texts listed separately on the page.
