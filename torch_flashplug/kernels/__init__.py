@@ -33,21 +33,18 @@ BUILDERS = {
     ("decode", 80): ("sm80.decode", "DecodeSm80"),
     ("decode", 90): ("sm90.decode", "DecodeSm90"),
 }
-# The same for specs whose mainloop is not the mainloop of BUILDERS.
-SHARED_DECODES = {90: ("sm90.decode_shared", "SharedDecodeSm90")}
-BACKWARDS_OF_96_KEYS = {90: ("sm90.backward_96_keys", "Backward96KeysSm90")}
-WIDE_BACKWARDS = {90: ("sm90.backward_wide", "WideBackwardSm90")}
+# property of a spec -> (module, class), for specs whose mainloop is not the mainloop of BUILDERS
+BUILDERS_BY_PROPERTY = {
+    "is_backward_of_96_keys": ("sm90.backward_96_keys", "Backward96KeysSm90"),
+    "is_wide_backward": ("sm90.backward_wide", "WideBackwardSm90"),
+    "shares_values": ("sm90.decode_shared", "SharedDecodeSm90"),
+}
 
 
 def builder_path(spec) -> tuple[str, str]:
     """Return the module and the class that build a kernel spec."""
-    if spec.is_backward_of_96_keys:
-        return BACKWARDS_OF_96_KEYS[spec.arch]
-    if spec.is_wide_backward:
-        return WIDE_BACKWARDS[spec.arch]
-    if feature_table.shares_values(spec.features):
-        return SHARED_DECODES[spec.arch]
-    return BUILDERS[spec.kind, spec.arch]
+    paths = [path for name, path in BUILDERS_BY_PROPERTY.items() if getattr(spec, name)]
+    return paths[0] if paths else BUILDERS[spec.kind, spec.arch]
 
 
 def builder(spec):

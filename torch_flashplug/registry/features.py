@@ -223,11 +223,6 @@ def recipe_of(features: Iterable[str]) -> Recipe | None:
     return next((RECIPES[feature.recipe] for feature in select(features) if feature.recipe), None)
 
 
-def shares_values(features: Iterable[str]) -> bool:
-    """Return whether V is the first columns of K, so that kernels keep K alone."""
-    return "shared" in features
-
-
 def uses_block_lists(features: Iterable[str]) -> bool:
     return any(feature.uses_block_lists for feature in select(features))
 

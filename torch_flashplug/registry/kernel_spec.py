@@ -175,6 +175,11 @@ class KernelSpec:
         return self.kind == "decode"
 
     @property
+    def shares_values(self) -> bool:
+        """True if V is the first columns of K, so that the kernel keeps K alone."""
+        return "shared" in self.features
+
+    @property
     def is_split_backward(self) -> bool:
         return self.kind == "partbwd"
 
@@ -241,7 +246,7 @@ class KernelSpec:
 
     def kv_bytes(self) -> int:
         beside = features.key_bytes(self.features)
-        values = 0 if features.shares_values(self.features) else self.row_bytes("v")
+        values = 0 if self.shares_values else self.row_bytes("v")
         return self.stages * self.tile_n * (self.row_bytes("k") + values + beside)
 
     def _stage_bytes(self, rows: int, columns: int) -> int:
@@ -320,7 +325,7 @@ class HopperSpec(KernelSpec):
         """True if the results of a decode CTA fit in the stages of V, where the CTAs of a cluster read them."""
         results = self.tile_m * (self.dv + SPLIT_PADDING) * FP32_BYTES
         fits = results <= self.stages * self.tile_n * self.row_bytes("v")
-        return self.is_decode and fits and not features.shares_values(self.features)
+        return self.is_decode and fits and not self.shares_values
 
     @property
     def shared_p_bytes(self) -> int:
@@ -328,7 +333,7 @@ class HopperSpec(KernelSpec):
 
         The number is 0 if K has columns beyond V, which the probabilities replace.
         """
-        has_box = self.d > self.dv or not features.shares_values(self.features)
+        has_box = self.d > self.dv or not self.shares_values
         return 0 if has_box else self.stages * self.tile_m * self.tile_n * self.bytes_of("q")
 
     @property
@@ -574,7 +579,7 @@ class HopperSpec(KernelSpec):
         return self._illegal_sharing()
 
     def _illegal_sharing(self) -> str | None:
-        if not features.shares_values(self.features):
+        if not self.shares_values:
             return None
         dims = f"head dims ({self.d}, {self.dv}), {self.tile_m} rows"
         if self.dv != 2 * MAX_TILE_DV or self.d - self.dv not in (0, ROWS_PER_WARPGROUP) or self.column_warpgroups != 2:
