@@ -332,9 +332,9 @@ struct LayoutRow {
   int64_t max_total_rows;        // limit of the rows and keys of all packed sequences together
 };
 
-// Return whether kernels of all kinds have a head dim, possibly with padding.
-inline bool has_head_dim(const LayoutRow& layout, int64_t dim) {
-  return dim % layout.head_dim_step == 0 && dim <= layout.max_general_head_dim;
+// Return whether kernels have a head dim, possibly with padding: kernels of all kinds, or kernels of a forced backend.
+inline bool has_head_dim(const LayoutRow& layout, int64_t dim, bool forced = false) {
+  return dim % layout.head_dim_step == 0 && dim <= (forced ? layout.max_head_dim : layout.max_general_head_dim);
 }
 
 struct Tables {

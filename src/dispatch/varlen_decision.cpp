@@ -53,11 +53,16 @@ int find_row(VarlenKernel stock, int64_t facts, int cc, const Tables& tables) {
   return first_match == tables.varlen.end() ? -1 : static_cast<int>(first_match - tables.varlen.begin());
 }
 
-bool kernels_support(const VarlenCall& call, const Tables& tables) {
-  const LayoutRow& layout = tables.layout;
+// A backend must be forced for packed sequences with head dims above the limit of all kernels.
+bool takes_head_dim(const VarlenCall& call, int64_t dim, Mode mode, const Tables& tables) {
+  return has_head_dim(tables.layout, dim, mode.forces_kernels() && call.paged == 0);
+}
+
+bool kernels_support(const VarlenCall& call, Mode mode, const Tables& tables) {
   const bool has_lengths = (call.paged != 0 ? call.has_seqused_k : call.has_cu_seqlens_k) != 0;
   return call.readable != 0 && has_lengths && call.out_fits != 0 && call.unknown_value == 0 &&
-         call.splits <= layout.max_splits && has_head_dim(layout, call.D) && has_head_dim(layout, call.Dv);
+         call.splits <= tables.layout.max_splits && takes_head_dim(call, call.D, mode, tables) &&
+         takes_head_dim(call, call.Dv, mode, tables);
 }
 
 // Return the sdpa_backend blocks that force the kernels of a family.
@@ -68,7 +73,8 @@ std::string blocks_text(const char* separator, const Tables& tables) {
   return blocks;
 }
 
-std::string decision_text(const VarlenCall& call, const VarlenDecision& decision, int cc, const Tables& tables) {
+std::string decision_text(const VarlenCall& call, const VarlenDecision& decision, Mode mode, int cc,
+                          const Tables& tables) {
   const std::string stock = kVarlenKernelTexts[stock_varlen_kernel(call, cc)];
   switch (decision.reason) {
     case VarlenDecisionReason::kDisabled:
@@ -78,7 +84,7 @@ std::string decision_text(const VarlenCall& call, const VarlenDecision& decision
     case VarlenDecisionReason::kNotAllowed:
       return "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE.";
     case VarlenDecisionReason::kUnsupported:
-      return "The kernels of this project do not support a call with " + missing_support_text(call, tables);
+      return "The kernels of this project do not support a call with " + missing_support_text(call, mode, tables);
     case VarlenDecisionReason::kForced:
       return "The backend is forced.";
     case VarlenDecisionReason::kServed:
@@ -127,7 +133,7 @@ VarlenDecision decide_varlen(const VarlenCall& call, bool is_on, Mode mode, int 
   if (!is_on) return {VarlenDecisionReason::kDisabled};
   if (mode.backend() != Backend::kAuto && mode.family() < 0) return {VarlenDecisionReason::kOtherBackend};
   if (call.allowed == 0) return {VarlenDecisionReason::kNotAllowed};
-  if (!kernels_support(call, tables)) return {VarlenDecisionReason::kUnsupported};
+  if (!kernels_support(call, mode, tables)) return {VarlenDecisionReason::kUnsupported};
   if (mode.forces_kernels()) return {VarlenDecisionReason::kForced};
   const int row = find_row(stock_varlen_kernel(call, cc), varlen_facts_of(call), cc, tables);
   if (row >= 0)
@@ -135,8 +141,8 @@ VarlenDecision decide_varlen(const VarlenCall& call, bool is_on, Mode mode, int 
   return {has_row_of(cc, tables) ? VarlenDecisionReason::kUnmeasured : VarlenDecisionReason::kDevice};
 }
 
-std::string missing_support_text(const VarlenCall& call, const Tables& tables) {
-  const auto is_odd = [&tables](int64_t dim) { return !has_head_dim(tables.layout, dim); };
+std::string missing_support_text(const VarlenCall& call, Mode mode, const Tables& tables) {
+  const auto is_odd = [&](int64_t dim) { return !takes_head_dim(call, dim, mode, tables); };
   const DType dtype = static_cast<DType>(call.dtype);
   const auto [low, high] = std::minmax(call.D, call.Dv);
   const std::string dims = low == high ? std::to_string(low) : std::to_string(low) + ", " + std::to_string(high);
@@ -160,7 +166,7 @@ std::string varlen_json(const VarlenCall& call, const VarlenDecision& decision, 
   const std::pair<const char*, std::string> members[] = {
       {"reason", kVarlenReasonNames[static_cast<int>(decision.reason)]},
       {"stock", kVarlenKernelNames[stock_varlen_kernel(call, cc)]},
-      {"text", decision_text(call, decision, cc, tables)},
+      {"text", decision_text(call, decision, mode, cc, tables)},
       {"row", row != nullptr ? row->measured : ""},
       {"stock_bug", row != nullptr ? row->wrong : ""},
       {"error", raises ? forced_varlen_error(call, mode, tables) : ""}};
@@ -170,7 +176,7 @@ std::string varlen_json(const VarlenCall& call, const VarlenDecision& decision, 
 }
 
 std::string forced_varlen_error(const VarlenCall& call, Mode mode, const Tables& tables) {
-  return "varlen_attn: the forced kernels do not support a call with " + missing_support_text(call, tables) +
+  return "varlen_attn: the forced kernels do not support a call with " + missing_support_text(call, mode, tables) +
          ". Call varlen_attn outside of sdpa_backend('" + tables.families[mode.family()].backend + "').";
 }
 

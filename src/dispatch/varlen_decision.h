@@ -75,7 +75,8 @@ VarlenKernel stock_varlen_kernel(const VarlenCall& call, int cc);  // the kernel
 VarlenDecision decide_varlen(const VarlenCall& call, bool is_on, Mode mode, int cc, const Tables& tables);
 // Return true if the kernels were measured on the GPU to be as fast as torch's flash attention.
 bool flash_is_measured(int cc, const Tables& tables);
-std::string missing_support_text(const VarlenCall& call, const Tables& tables);  // unsupported properties of the call
+// Return the unsupported properties of the call.
+std::string missing_support_text(const VarlenCall& call, Mode mode, const Tables& tables);
 // Return the error text for an unsupported call under a mode that forces kernels.
 std::string forced_varlen_error(const VarlenCall& call, Mode mode, const Tables& tables);
 std::string varlen_json(const VarlenCall& call, const VarlenDecision& decision, Mode mode, int cc,

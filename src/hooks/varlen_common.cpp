@@ -187,7 +187,10 @@ bool out_fits(const BoxedArgs& args) {
 
 bool kernels_support(const BoxedArgs& args, int64_t dims) {
   if (args.tensor(Arg::kBlockTable) != nullptr || args.tensor(Arg::kAlibi) != nullptr) return false;
-  return args.integer(Arg::kSplits).value_or(1) == 1 && operands_fit(args, dims, dims);
+  if (args.integer(Arg::kSplits).value_or(1) != 1 || !operands_fit(args, dims, dims)) return false;
+  return std::ranges::all_of(std::initializer_list<Arg>{Arg::kQuery, Arg::kKey, Arg::kValue}, [&](Arg arg) {
+    return has_head_dim(tables().layout, shape_of(args.tensor(arg)).size[dims - 1]);
+  });
 }
 
 bool operands_fit(const BoxedArgs& args, int64_t query_dims, int64_t key_dims) {
@@ -196,8 +199,7 @@ bool operands_fit(const BoxedArgs& args, int64_t query_dims, int64_t key_dims) {
     const int64_t dims = arg == Arg::kQuery ? query_dims : key_dims;
     TensorMeta facts;
     if (x == nullptr || !read_meta(x, &facts) || facts.dim != dims || !eligible_device(facts.device_type)) return false;
-    const int64_t dim = shape_of(x).size[dims - 1];
-    if (!is_16_bit_float(facts.dtype) || !has_head_dim(tables().layout, dim)) return false;
+    if (!is_16_bit_float(facts.dtype)) return false;
   }
   return true;
 }
@@ -257,10 +259,12 @@ bool is_ours(AtenTensorHandle rng) {
 }
 
 bool gradients_with_kernels(const BoxedArgs& args, Window window, TensorHandle grads[3], AtenTensorHandle lse) {
-  const HookedCall hooked(args, window);
+  HookedCall hooked(args, window);
   const TensorHandle grad_out = heads_first(operand(args, Arg::kGradOut)), out = heads_first(operand(args, Arg::kOut));
   const ReadFacts facts = read_facts(hooked.call);
   check_lengths(hooked.call, facts);
+  // Only a forced backend runs a forward of such head dims. The backward may run outside of the sdpa_backend block.
+  if (has_unmeasured_gradients(facts.call, tables())) hooked.call.mode = Mode::forcing(0);
   const TensorHandle rows = rows_of(lse != nullptr ? lse : operand(args, Arg::kLse), facts.call);
   const BackwardCall call{grad_out.get(),           hooked.call, out.get(), rows.get(), nullptr, nullptr,
                           {true, true, true, false}};

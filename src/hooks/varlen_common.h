@@ -25,11 +25,11 @@ struct HookedCall {
   TensorHandle cu_seqlens_k_, seqused_k_;  // of set_packed_keys()
 };
 
-// Return true if plugin kernels take query, key and value: 16 bits, aligned head dims. `dims` is 3 for packed rows, 4
-// for a batch and for pages.
+// Return true if query, key and value are 16-bit floats on a GPU, with the numbers of dims: 3 for packed rows, 4 for a
+// batch and for pages.
 bool operands_fit(const BoxedArgs& args, int64_t query_dims, int64_t key_dims);
 // Return true if plugin kernels take the arguments, regardless of speed: `operands_fit()`, no pages, no requested
-// splits.
+// splits, and head dims of all kernels.
 bool kernels_support(const BoxedArgs& args, int64_t dims);
 // Return true if `out` has the sizes, dtype and device of the result. A call without `out` fits.
 bool out_fits(const BoxedArgs& args);

@@ -1,4 +1,4 @@
-"""Head dims above 256 through each entry of a program: attention(), flash_attn names, and traced F.sdpa.
+"""Head dims above 256 through each entry of a program: attention(), flash_attn names, varlen_attn, and traced F.sdpa.
 
 The kernels are interpreted, or run on a GPU. Results are compared with fp64 math of the same operands.
 """
@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import interpreted_kernels
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 import torch_flashplug
 from torch_flashplug import attention, flash_attn
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.torch_hooks import varlen_attn as varlen_attn_hook
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 SEED, B, HQ, HKV, S, D = 20261129, 2, 4, 2, 70, 512
@@ -65,6 +68,12 @@ def flash_attn_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return flash_attn.flash_attn_varlen_func(packed(q), packed(k), packed(v), cu, cu, S, S, causal=True).view_as(q)
 
 
+def torch_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    cu = starts(q.device)
+    settings = {"window_size": (-1, 0), "enable_gqa": True}
+    return varlen_attn(packed(q), packed(k), packed(v), cu, cu, S, S, **settings).view_as(q)
+
+
 def attention_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention(packed(q), packed(k), packed(v), causal=True, cu_seqlens_q=starts(q.device)).view_as(q)
 
@@ -75,13 +84,39 @@ ENTRIES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "attention_packed": attention_packed,
     "flash_attn": lambda q, k, v: flash_attn.flash_attn_func(q, k, v, causal=True),
     "flash_attn_packed": flash_attn_packed,
+    "varlen_attn": torch_packed,
 }
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_entries_of_wide_heads(kernels_on: str, one_kernel_call: None, entry: str) -> None:
     q, k, v = draw(kernels_on)
-    torch.testing.assert_close(ENTRIES[entry](q, k, v).double(), exact(q, k, v, causal=True), **TOLERANCE)
+    with interpreted_kernels.installed_at(varlen_attn_hook, kernels_on):
+        out = ENTRIES[entry](q, k, v)
+    torch.testing.assert_close(out.double(), exact(q, k, v, causal=True), **TOLERANCE)
+
+
+def test_gradients_of_varlen_attn_outside_of_the_block(kernels_on: str) -> None:
+    """The backward of a forced forward runs on kernels, too: stock has no backward for such head dims."""
+    q, k, v = (x.requires_grad_() for x in draw(kernels_on))
+    bindings.counters(reset=True)
+    with interpreted_kernels.installed_at(varlen_attn_hook, kernels_on):
+        with torch_flashplug.sdpa_backend("fa3"):
+            out = torch_packed(q, k, v)
+        actual = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    assert bindings.counters(reset=True)["ours_bwd"] == 1
+    expected = torch.autograd.grad(exact(q, k, v, causal=True).square().sum(), (q, k, v))
+    for name, x, y in zip("qkv", actual, expected, strict=True):
+        assert ((x.double() - y).norm() / y.norm()).item() < 2e-2, name
+
+
+def test_varlen_attn_of_wide_heads_has_to_be_forced(kernels_on: str) -> None:
+    """Auto mode leaves the call to torch, which raises its own error."""
+    q, k, v = draw(kernels_on)
+    with interpreted_kernels.installed_at(varlen_attn_hook, kernels_on), pytest.raises((RuntimeError, ValueError)):
+        torch_packed(q, k, v)
+    plan = torch_flashplug.explain_varlen(packed(q), packed(k), packed(v), starts(kernels_on), starts(kernels_on), S, S)
+    assert plan.backend == "stock" and "head dims [512]" in str(plan.reasons)
 
 
 def test_autocast_of_wide_heads(kernels_on: str, one_kernel_call: None) -> None:
