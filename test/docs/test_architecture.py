@@ -52,7 +52,11 @@ KERNEL_LAYERS = (
     ("tiling", "call_args"),
     ("primitives",),
 )
-COMPOSED = {"sm90/backward_split.py": {"backward_dq", "backward_dkdv"}}  # a call that launches kernels of two files
+# A call that launches kernels of two files, and a kernel with a different mainloop.
+COMPOSED = {
+    "sm90/backward_split.py": {"backward_dq", "backward_dkdv"},
+    "sm90/decode_shared.py": {"decode"},
+}
 STDLIB_ONLY = {"deprecation", "env", "version", "registry"}
 NO_TORCH = {*STDLIB_ONLY, "dispatch", "codegen", "kernels", "__main__"}
 TORCHLESS_VERBS = {"cli/model_config.py", "cli/config_classes.py"}

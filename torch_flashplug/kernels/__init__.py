@@ -33,7 +33,7 @@ BUILDERS = {
     ("decode", 80): ("sm80.decode", "DecodeSm80"),
     ("decode", 90): ("sm90.decode", "DecodeSm90"),
 }
-# (kind, arch, feature) -> (module, class) of kernels whose feature changes the mainloop.
+# (kind, arch, feature) -> (module, class) of kernels with a mainloop for a feature.
 BUILDERS_OF_FEATURES = {("decode", 90, "shared"): ("sm90.decode_shared", "SharedDecodeSm90")}
 
 

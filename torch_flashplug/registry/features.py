@@ -215,7 +215,7 @@ def recipe_of(features: Iterable[str]) -> Recipe | None:
 
 
 def shares_values(features: Iterable[str]) -> bool:
-    """Return whether V is the first columns of K, so that kernels keep K alone."""
+    """Return whether V is the first columns of K, and kernels keep K alone."""
     return "shared" in features
 
 
