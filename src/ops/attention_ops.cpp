@@ -255,13 +255,6 @@ void check_splits(const CallFacts& p, int64_t splits) {
                              " make more than 2^31 partial results. Pass a larger size, or fewer sequences.");
 }
 
-// Return true if a block of keys lies in a single page, as kernels with shared values require. A block is a TMA box.
-bool are_blocks_in_pages(const Plan& plan, const ForwardCall& call, const ReadFacts& facts) {
-  Shape block_table;
-  return read_shape(call.block_table, &block_table) &&
-         (block_table.size[1] == 1 || facts.shape[1].size[2] % tables().kernels[plan.kernel_row].tile_n == 0);
-}
-
 // Return the plan of a call whose pages are read in place. The forward kernels of packed queries run under a forced
 // backend, or from a number of rows on.
 Plan plan_pages(const ForwardCall& call, const CallFacts& p, const DeviceFacts& device) {
@@ -272,15 +265,10 @@ Plan plan_pages(const ForwardCall& call, const CallFacts& p, const DeviceFacts& 
 
 // Run a kernel that reads the pages in place. Returns false without a kernel.
 bool attend_pages(const ForwardCall& call, const ReadFacts& facts, ForwardResult* result) {
-  CallFacts p = with_permitted_sharing(facts.call, call.mode);
+  const CallFacts p = with_permitted_sharing(facts.call, call.mode);
   const DeviceFacts device = device_facts(facts.device_index());
   const bool fits = are_pages_readable(call, facts);
-  const auto plan_of = [&] { return fits ? plan_pages(call, p, device) : Plan{}; };
-  Plan plan = plan_of();
-  if ((plan.features & kShared) != 0 && !are_blocks_in_pages(plan, call, facts)) {
-    p.shared_values = false;
-    plan = plan_of();
-  }
+  const Plan plan = fits ? plan_pages(call, p, device) : Plan{};
   if (p.split_size > 0 && plan.ours()) check_splits(p, plan.splits.n);
   note_plan("paged_fwd", p, device, call.mode, plan);
   const bool math = wants_math(call.mode) || cpu_stub() == CpuStub::kMath;

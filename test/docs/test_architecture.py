@@ -56,6 +56,7 @@ COMPOSED = {  # calls that launch kernels of two files, or a kernel with the lau
     "sm90/backward_96_keys.py": {"backward"},
     "sm90/backward_split.py": {"backward_dq", "backward_dkdv"},
     "sm90/backward_wide.py": {"backward_wide_dq", "backward_wide_dkdv"},
+    "sm90/decode_shared.py": {"decode"},
 }
 STDLIB_ONLY = {"deprecation", "env", "version", "registry"}
 NO_TORCH = {*STDLIB_ONLY, "dispatch", "codegen", "kernels", "__main__"}

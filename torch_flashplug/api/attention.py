@@ -111,7 +111,7 @@ def attention(  # noqa: PLR0913
             sink is part of the softmax sum and has no value (arXiv 2309.17453; `s_aux` of gpt-oss). A sink must be
             finite, or -inf for no sink; the result for inf and NaN is undefined.
         scale (float or None): Factor of the scores before the softcap. None: 1 / sqrt(D). The scale of absorbed MLA
-            is the caller's: 1 / sqrt(192) in DeepSeek-V3, where D of this call is 576.
+            is the caller's: 1 / sqrt(192) in DeepSeek-V3, where D is 576.
         cu_seqlens_q (Tensor or None): (sequences + 1,) int32 on the device of `q`: cumulative lengths of packed
             sequences, as in torch.nn.attention.varlen. Rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] belong to sequence
             i, and only the keys of sequence i are visible to these rows. A sequence may have no rows or no keys. Rows
@@ -165,11 +165,11 @@ def attention(  # noqa: PLR0913
             are whole multiples of 16 bytes. In all other cases, and without a kernel, the result is copied into `out`.
             No gradients.
         return_lse (bool): Also return the LSE, the natural logarithm of the softmax sum.
-        v_dim (int or None): Number of columns of `k` that are the values, in place of `v`: the values are
+        v_dim (int or None): Number of columns of `k` used as values, in place of `v`: the values are
             `k[..., :v_dim]`. Absorbed MLA has D 576 and `v_dim` 512, and a single KV head. The result is the same as
-            with a copy of these columns as `v`. Decode on an H100 or H200 (up to 512 query rows for each KV head,
+            with a copy of the columns as `v`. Decode on an H100 or H200 (up to 512 query rows for each KV head,
             without gradients) can read `k` once, under `sdpa_backend("fa3")`, also for a view `k[..., :v_dim]` passed
-            as `v`. The kernels never ran on a GPU, so that auto mode does not select them.
+            as `v`. Auto mode does not select the kernels, because the kernels never ran on a GPU.
 
     Returns:
         The output (B, Sq, Hq, Dv), or (T, Hq, Dv) for packed sequences, in the dtype of `q`. With `return_lse`, a pair
@@ -304,9 +304,9 @@ def _dense_attention(  # noqa: PLR0913
 def _is_for_kv_lengths(  # noqa: PLR0913
     params: AttentionParams, sinks: Tensor | None, return_lse: bool, query: Tensor, key: Tensor, value: Tensor
 ) -> bool:
-    """Return True if the kernels for caches with KV lengths run a call in which each length is that of the cache.
+    """Return True if the kernels for caches with KV lengths run a call, with the length of the cache as KV length.
 
-    F.scaled_dot_product_attention has no argument for the call. Calls with shared values have no other kernels.
+    F.scaled_dot_product_attention has no argument for the call. Calls with shared values have no further kernels.
     """
     if params.requests_splits and is_decode_call(query, key, value):
         return True

@@ -329,9 +329,9 @@ class HopperSpec(KernelSpec):
 
     @property
     def shared_p_bytes(self) -> int:
-        """Bytes of the probabilities that warpgroups pass to each other in a decode with shared values.
+        """Bytes of the probabilities exchanged by the warpgroups of a decode with shared values.
 
-        The number is 0 if K has columns beyond V, which the probabilities replace.
+        The number is 0 if K has columns beyond V: the probabilities replace the columns.
         """
         has_box = self.d > self.dv or not self.shares_values
         return 0 if has_box else self.stages * self.tile_m * self.tile_n * self.bytes_of("q")

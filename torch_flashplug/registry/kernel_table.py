@@ -471,7 +471,8 @@ def _has_tested_dims(spec: KernelSpec) -> bool:
     combined = len(spec.features & {"mask", "bias", "bias32", "dropout", "cache8"}) > 1
     if spec.elementwise or combined or _needs_forced_backend(spec):
         return spec.d == 64
-    usual = spec.d in {64, 128} or (spec.d, spec.dv) == (512, 512)  # 512: the pack of head dims above 256
+    wide = (spec.d, spec.dv) in {(512, 512), (576, 512)}  # the pack of head dims above 256
+    usual = spec.d in {64, 128} or wide
     return usual or (spec.features <= {"causal"} and (spec.d, spec.dv) in {(192, 128), (256, 256)})
 
 

@@ -339,7 +339,7 @@ def describe(
         [_address(tensor) for tensor in operands],
         [tensor.element_size() for tensor in operands],
     )
-    # Equal offsets of traced tensors do not show that the tensors have one storage.
+    # Equal offsets of traced tensors are no evidence of a single storage.
     return facts if _is_real(key) and _is_real(value) else facts | {"shared_values": 0.0}
 
 

@@ -1,17 +1,17 @@
 """Decode with shared values for Hopper: V is the first columns of K, as in absorbed MLA.
 
-K is read once. V is a transposed view of K in shared memory. O of 512 columns takes the registers of two warpgroups, so
-that each warpgroup has half of the columns of O. The scores of a KV block are computed once: the warpgroups take KV
+K is read once. V is a transposed view of K in shared memory. O of 512 columns takes the registers of two warpgroups.
+Each warpgroup has half of the columns of O. The scores of a KV block are computed once: the warpgroups take KV
 blocks in turn, and pass their probabilities through shared memory (FlashMLA, DeepSeek 2025).
 
-A pair of KV blocks takes these steps in each warpgroup:
+Steps of a pair of KV blocks in each warpgroup:
 1. Compute the scores of the own block, and publish the maxima of the rows. Barrier MAXIMA follows.
 2. Convert scores to probabilities, relative to the maximum of both blocks and all blocks before.
 3. Add the product of the own probabilities, in registers, and the own block, for the own columns of O.
 4. Publish the probabilities in 16 bits. Barrier PROBABILITIES follows.
-5. Add the product of the other warpgroup's probabilities and block.
+5. Add the product of the opposite warpgroup's probabilities and block.
 
-The last block of an odd number of blocks has no pair: both warpgroups compute its scores, and no barrier is needed.
+The last block of an odd number of blocks has no pair: both warpgroups compute the scores, and no barrier is needed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from ...registry.kernel_spec import L2_BYTES, ROWS_PER_WARPGROUP
 from ..call_args.kernel_call import KernelArgs, SoftmaxScale
 from ..decode.pack_gqa import DecodeTile
 from ..decode.split_kv import SplitKvCombine, WorkspacePartials, wait_for_previous_kernel
-from ..features.shared_values import KvBlocks, zero_rows
+from ..features.shared_values import KvBlocks, add_extra_logits, zero_rows
 from ..mainloop.softmax import ROWS as ROWS_PER_THREAD
 from ..mainloop.softmax import OnlineSoftmax, row_reduce
 from ..primitives import fragments, sm90
@@ -51,7 +51,7 @@ class SharedDecodeBarrier(enum.IntEnum):
     Q_LOADED = 1
     MAXIMA = 2  # the maxima of both blocks of a pair, or at the end the sums, are in shared memory
     PROBABILITIES = 3  # the probabilities of both blocks of a pair are in shared memory
-    KEYS_READ = 4  # KEYS_READ + w: warpgroup w has computed the scores of a block, whose undefined rows become zeros
+    KEYS_READ = 4  # KEYS_READ + w: warpgroup w has computed the scores; undefined rows then become zeros
     ZEROS_WRITTEN = 6  # the undefined rows of a block of both warpgroups are zeros
 
 
@@ -75,13 +75,13 @@ class SharedDecodeWork:
     kv_blocks: KvBlocks
 
     def kv_range(self) -> SplitKvRange:
-        """Return the KV blocks of this CTA."""
+        """Return the KV blocks of the CTA."""
         return self.decode_tile.kv_range(self.block_iterator)
 
 
 @dataclass(frozen=True)
 class PairedSoftmax(OnlineSoftmax):
-    """Online softmax of a warpgroup that has every other KV block. Both warpgroups have the same running maximum.
+    """Online softmax of a warpgroup with every second KV block. Both warpgroups have the same running maximum.
 
     `row_sum` has the sum of the own blocks.
     """
@@ -98,7 +98,7 @@ class PairedSoftmax(OnlineSoftmax):
 
     @cute.jit
     def exchange(self, values: cute.Tensor):
-        """Replace the values (2,) of the thread's rows by the values of the other warpgroup."""
+        """Replace the values (2,) of the thread's rows by the values of the opposite warpgroup."""
         if cute.arch.lane_idx() % 4 == 0:
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 self.row_values[self.row + 8 * r, self.wg] = values[r]
@@ -119,7 +119,7 @@ class PairedSoftmax(OnlineSoftmax):
 
     @cute.jit
     def step_of_single(self, S: cute.Tensor):
-        """Convert the scores of a block that both warpgroups have. Only the first warpgroup adds to its sum."""
+        """Convert the scores of a block of both warpgroups. Only the first warpgroup adds to the sum."""
         share = cutlass.select_(self.wg == 0, Float32(1.0), Float32(0.0))
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             top = fragments.quad_reduce(row_reduce(S, r, cute.arch.fmax), cute.arch.fmax)
@@ -132,7 +132,7 @@ class PairedSoftmax(OnlineSoftmax):
         Args:
             S: scores (2, columns).
             r: number of the row.
-            top: largest score of the blocks of this step.
+            top: largest score of the blocks of the step.
             share: factor of the sum of the probabilities.
         """
         old_max, new_max = self.row_max[r], cute.arch.fmax(self.row_max[r], top)
@@ -144,7 +144,7 @@ class PairedSoftmax(OnlineSoftmax):
 
     @cute.jit
     def join_sums(self):
-        """Add the sums of the other warpgroup. Afterwards each thread has a quarter of the sum of its rows."""
+        """Add the sums of the opposite warpgroup. Afterwards each thread has a quarter of the sum of a row."""
         own, other = (cute.make_rmem_tensor((ROWS_PER_THREAD,), Float32) for _ in range(2))
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             own[r] = self.total(r)
@@ -163,7 +163,7 @@ class SharedDecodeState:
     softmax: PairedSoftmax
     scores: sm90.StageProduct
     sums: sm90.StageProduct  # with the own probabilities, in registers
-    other_sums: sm90.WgmmaProduct  # with the other warpgroup's probabilities, in shared memory
+    other_sums: sm90.WgmmaProduct  # with the opposite warpgroup's probabilities, in shared memory
     other_p: cute.Tensor  # (MMA, 1, tile_n/16, stage)
     own_p: fragments.OperandA
     p_copy: object  # tiled copy of a thread from registers to shared memory
@@ -177,13 +177,13 @@ class SharedDecodeSm90(DecodeSm90):
     Computes O = softmax(scale * Q K^T) K[:, :Dv] and the LSE for few query rows. The argument v is not read.
 
     Warp roles: two consumer warpgroups with the same 64 rows, each with half of the columns of O; a producer
-    warpgroup that gives registers away, whose first warp loads.
+    warpgroup with few registers, where the first warp loads.
 
     Pipelines (producer -> consumer, stages): K, producer warp -> all consumer warps, `stages` stages of tile_n keys
     each. A warpgroup reads every stage, as K or only as V. Q is loaded by the consumer warpgroups with plain loads.
 
     Shared memory: Q (64, D), the stages of K, the probabilities, and a value of each row and warpgroup. If K has
-    columns beyond V, then the probabilities of a block replace these columns, which the scores no longer need.
+    columns beyond V, then the probabilities of a block replace the columns once the scores are complete.
     """
 
     @property
@@ -200,7 +200,8 @@ class SharedDecodeSm90(DecodeSm90):
         B, Hq, Sq, Dv = call.o.shape
         Hkv = call.k.shape[1]
         addressing, score_pipeline = self.features.tile_addressing(call), self.features.score_pipeline(call)
-        operands = TmaOperands.create(k=self.inputs[1].tma(addressing.rows_first(call.k)))
+        kv_blocks = self.features.kv_blocks(call)
+        operands = TmaOperands.create(k=self.key_boxes(addressing.rows_first(call.k), kv_blocks.box_rows(self.tile_n)))
         m_tiles = addressing.max_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
         partials = WorkspacePartials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
         self.kernel(
@@ -211,7 +212,7 @@ class SharedDecodeSm90(DecodeSm90):
             addressing,
             self.features.block_iterator(call),
             score_pipeline,
-            self.features.kv_blocks(call),
+            kv_blocks,
         ).launch(
             grid=(m_tiles * call.splits * Hkv * B, 1, 1),
             block=(self.spec.threads, 1, 1),
@@ -222,15 +223,18 @@ class SharedDecodeSm90(DecodeSm90):
             use_pdl=True,
         )
         if call.splits > 1:
-            SplitKvCombine(self.element)(
-                call.o,
-                call.lse,
-                partials,
-                score_pipeline.natural_scale(call.scale),
-                score_pipeline,
-                stream,
-                call.split_size,
-            )
+            scale = score_pipeline.natural_scale(call.scale)
+            combine = SplitKvCombine(self.element)
+            combine(call.o, call.lse, partials, scale, score_pipeline, stream, call.split_size)
+
+    def key_boxes(self, mK: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
+        """Return the atom to load `rows` rows of a block of K (rows, columns, heads, batch), and the coordinates of K.
+
+        A part of a block lies in the same place as in the whole block.
+        """
+        stage = cute.slice_(self.inputs[1].layout, (None, None, 0))
+        box = (rows, self.d)
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mK, cute.composition(stage, box), box)
 
     @cute.kernel
     def kernel(
@@ -284,15 +288,22 @@ class SharedDecodeSm90(DecodeSm90):
 
     @cute.jit
     def load(self, k: sm90.TmaOperand, work: SharedDecodeWork, addressing: TileAddressing):
-        """Run the producer warp: load K of this split's blocks."""
+        """Run the producer warp: load K of the split's blocks."""
         decode_tile, kv_blocks = work.decode_tile, work.kv_blocks
-        head = replace(k, m=k.m[None, None, decode_tile.tile.kv_head, None])
-        tKsK, tKgK = head.tiles((self.tile_n, self.d), (None, 0, None))  # (TMA, stage), (TMA, block, page)
-        kv_range, policy = work.kv_range(), self.policy(k.m, addressing)
+        rows = kv_blocks.box_rows(self.tile_n)
+        boxes = cute.local_tile(k.s, (rows, self.d), (None, 0, None))  # (rows, D, box, stage)
+        head = replace(k, m=k.m[None, None, decode_tile.tile.kv_head, None], s=boxes)
+        tKsK, tKgK = head.tiles((rows, self.d), (None, 0, None))  # (TMA, box, stage), (TMA, box of a page, page)
+        kv_range, policy, pipeline = work.kv_range(), self.policy(k.m, addressing), work.pipeline
         for j in cutlass.range(kv_range.begin, kv_range.end, unroll=1):
-            block, page = kv_blocks.locate(decode_tile, kv_range.nth(j), self.tile_n, k.m.shape[3])
             count = j - kv_range.begin
-            sm90.load_block(k.atom, tKgK[None, None, page], tKsK, work.pipeline, block, count, policy)
+            stage, arrival = pipeline.stage_index(count), pipeline.arrival(count)
+            pipeline.producer_acquire(count)
+            for i in cutlass.range_constexpr(self.tile_n // rows):
+                first_key = kv_range.nth(j) * self.tile_n + i * rows
+                box, page = kv_blocks.locate(decode_tile, first_key, rows, k.m.shape[3])
+                source, target = tKgK[None, box, page], tKsK[None, i, stage]
+                cute.copy(k.atom, source, target, tma_bar_ptr=arrival, cache_policy=policy)
 
     def policy(self, mK: cute.Tensor, addressing: TileAddressing) -> Int64:
         """Return the L2 eviction policy of the loads of K (`DecodeSm90.policy`)."""
@@ -310,7 +321,7 @@ class SharedDecodeSm90(DecodeSm90):
         scale: Float32,
         score_pipeline: ScorePipeline,
     ):
-        """Run a consumer warpgroup: process 64 packed rows against this split's keys, for its columns of O."""
+        """Run a consumer warpgroup: process 64 packed rows against the split's keys, for half of the columns of O."""
         decode_tile, tidx = work.decode_tile, cute.arch.thread_idx()[0]
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
@@ -336,8 +347,8 @@ class SharedDecodeSm90(DecodeSm90):
         softmax.join_sums()
         maxima, sums = softmax.finish_split(state.sums.values)
         row_stats = SoftmaxRowStats(maxima, sums, scales.natural)
-        if cutlass.const_expr(score_pipeline.sinks is not None):
-            self.add_sinks(decode_tile, row, state.sums.values, row_stats, score_pipeline.sinks)
+        if decode_tile.splits == 1:  # otherwise, `SplitKvCombine` adds the extra logits
+            add_extra_logits(score_pipeline, decode_tile, row, state.sums.values, row_stats)
         self.store_rows(decode_tile, (row, wg), state.sums.values, row_stats, shared.k, gmem, clustered=False)
 
     def consumer_state(
@@ -382,7 +393,7 @@ class SharedDecodeSm90(DecodeSm90):
         """Process blocks number `first` and `first` + 1 of the CTA. Each warpgroup computes the scores of a block."""
         pipeline, own, other = work.pipeline, first + state.wg, first + 1 - state.wg
         self.compute_scores(state, work, tile_stages, kv_range, own)
-        # Barrier MAXIMA follows, so that both warpgroups read the zeros.
+        # Behind barrier MAXIMA, both warpgroups read the zeros.
         self.zero_undefined_rows(state, work, kv_range, own, of_both=False)
         state.softmax.step_of_pair(state.scores.values)
         state.own_p.convert(state.scores.acc)
@@ -467,33 +478,3 @@ class SharedDecodeSm90(DecodeSm90):
                 cute.arch.fence_proxy("async.shared", space="cta")
                 if cutlass.const_expr(of_both):
                     sm90.sync_warpgroups(SharedDecodeBarrier.ZEROS_WRITTEN, WARPGROUPS)
-
-    @cute.jit
-    def add_sinks(
-        self, decode_tile: DecodeTile, row: Int32, output: cute.Tensor, row_stats: SoftmaxRowStats, sinks: cute.Tensor
-    ):
-        """Add the sinks to the sums of the thread's rows, unless `SplitKvCombine` adds the sinks.
-
-        Args:
-            decode_tile: tile of packed rows.
-            row: first row of the thread in the tile.
-            output: normalized output (2, columns).
-            row_stats: maxima and sums.
-            sinks: (Hq,) logits in natural units, or (0,).
-        """
-        if decode_tile.splits == 1 and sinks.shape[0] > 0:
-            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                packed_row = cutlass.min(decode_tile.first_row + row + 8 * r, decode_tile.last_row)
-                head, _ = decode_tile.unpack_row(packed_row)
-                logit = sinks[cutlass.min(head, sinks.shape[0] - 1)] / row_stats.scale  # in units of raw scores
-                total = row_stats.row_sum[r]
-                old_max = cutlass.select_(total == 0.0, -Float32.inf, row_stats.row_max[r])
-                new_max = cute.arch.fmax(old_max, logit)
-                base = cutlass.select_(new_max == -Float32.inf, Float32(0.0), new_max)
-                scale_log2 = row_stats.scale * fragments.LOG2_E
-                keys = total * cute.math.exp2((old_max - base) * scale_log2, fastmath=True)
-                both = keys + cute.math.exp2((logit - base) * scale_log2, fastmath=True)
-                share = cutlass.select_(both == 0.0, Float32(0.0), keys * cute.arch.rcp_approx(both))
-                row_stats.row_max[r], row_stats.row_sum[r] = base, both
-                for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
-                    output[r, c] = output[r, c] * share
