@@ -129,6 +129,18 @@ def test_splits_are_reported() -> None:
     assert "splits 5 of" in plans[2].gate
 
 
+def test_pages_of_packed_queries_are_read_in_place_under_a_forced_backend() -> None:
+    arguments = PAGES | {"cu_seqlens_q": int32(3)}
+    with sdpa_backend("fa3"):
+        plan = explain_attention(*paged_qkv(90), **arguments, device="h100")
+        pages_of_15 = explain_attention(*paged_qkv(90, page=15), **arguments, device="h100")
+    assert plan.kernel.startswith("fwd_sm90_bf16_d128_window+ragged+paged_") and not plan.copies
+    assert pages_of_15.kernel.startswith("fwd_sm90_bf16_d128_window+ragged_m")
+    assert pages_of_15.copies.startswith("Pages are gathered first. The pages have 15 rows")
+    in_auto = explain_attention(*paged_qkv(90), **arguments, device="h100")
+    assert 'under sdpa_backend("fa3")' in in_auto.copies
+
+
 def test_unused_num_splits_are_not_reported() -> None:
     for operands, arguments in (
         (PACKED_QKV, {"cu_seqlens_q": int32(9)}),

@@ -21,7 +21,7 @@ from torch_flashplug import attention
 from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings, callbacks
 from torch_flashplug.ops.attention import Window
-from torch_flashplug.registry import kernel_table
+from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import assert_bitwise_equal
 
@@ -32,7 +32,7 @@ SMALL = "fwd_sm90_bf16_d64_window+ragged+paged_m64n64s2"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NEAR, NEAR_LSE = 5e-3, 1e-3  # relative, root mean square; absolute
 CAUSAL = Window(-1, 0)
-# Rows and keys of each sequence: a prefill, chunks with earlier keys, few rows as in decode, more rows than keys, and
+# Rows and keys of each sequence: a prefill, chunks with earlier keys, few query rows, more rows than keys, and
 # sequences without rows or keys.
 SEQUENCES = {
     "mixed": ((70, 70), (33, 150), (1, 129), (0, 40), (5, 0), (0, 0), (20, 7)),
@@ -250,3 +250,17 @@ def test_gather_is_the_default(kernels_on: str) -> None:
     assert "paged" not in "".join(re.findall(r'"kernel": "([^"]+)"', "".join(plans)))
     expected, _ = call.reference()
     torch.testing.assert_close(out.cpu().double(), expected[0].transpose(0, 1), rtol=2e-2, atol=2e-2)
+
+
+def test_limit_of_rows_selects_the_kernel_in_auto(small_kernel: str) -> None:
+    """`min_paged_rows` of the cost model opens auto mode to the kernels."""
+    call = make_call("few")
+    rows = [row for row in kernel_table.KERNEL_ROWS if row.kind != "fwd" or KernelSpec.from_name(SMALL) in row.specs()]
+    limit = replace(dispatch_table.COST_MODEL, min_paged_rows=1)
+    bindings.push_rows(rows, dispatch_table.CHOICE_ROWS, limit)
+    operands = [x.to(small_kernel) for x in (call.q, call.k, call.v, call.numbers, call.used)]
+    bindings.counters(reset=True)
+    out, _ = OP(*operands, None, None, None, *CAUSAL, 0.0, None, cu_seqlens_q=call.starts.to(small_kernel))
+    assert bindings.counters(reset=True)["ours_fwd"] == 1
+    expected, _ = call.reference()
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=2e-2, atol=2e-2)

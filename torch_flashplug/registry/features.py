@@ -31,7 +31,7 @@ class Feature:
     key_bytes: int = 0  # shared memory that the kernels need for every key of a block, in addition to K and V
     recipe: str = ""  # name of a recipe (quant_recipes.py): the formats in which the kernels multiply
     uses_block_lists: bool = False  # the kernels iterate over block-sparse lists; a tile is a part of a listed block
-    reads_pages: bool = False  # keys are in pages; the producer of a forward looks up pages
+    reads_pages: bool = False  # True for a paged KV cache; the producer of a forward looks up pages
     has_short_tiles: bool = False  # calls can have many small tiles, whose time is mostly prologue and epilogue
 
     def class_path_of(self, kind: str) -> str:

@@ -1,4 +1,4 @@
-"""Suite pagedprefill: packed queries of prefill, chunks and few rows over a paged KV cache.
+"""Suite pagedprefill: packed queries of prefill, chunks and decode over a paged KV cache.
 
 The baselines are FlashAttention-3 on pages of 16 and of 256 rows, the project's kernel of packed sequences on
 contiguous keys, and the same kernel behind a gather of all pages. Pages are in random order. Times are device times of
@@ -71,7 +71,7 @@ LENGTHS = {
 
 
 def calls() -> Iterator[Call]:
-    """Yield prefills and chunks by head dim, then windows, softcaps and sinks, mixed batches, and few rows."""
+    """Yield prefills and chunks by head dim, then windows, softcaps and sinks, mixed batches, and few query rows."""
     for d, heads in HEADS.items():
         for name, lengths in LENGTHS.items():
             yield Call(f"{name}_d{d}", lengths, d, heads)

@@ -181,7 +181,7 @@ def exchange_modes(x: cute.Tensor) -> cute.Tensor:
 
 @dataclass(frozen=True)
 class PagedTileList(VarlenTileList):
-    """Tile list of packed sequences of queries with keys in pages."""
+    """Tile list of packed sequences of queries with a paged KV cache."""
 
     page_table: PageTable | None = None
     values: cute.Tensor | None = None
@@ -193,7 +193,7 @@ class PagedTileList(VarlenTileList):
 
 @dataclass(frozen=True)
 class PagedVarlenAddressing(VarlenAddressing):
-    """Tile addressing of packed sequences of queries with keys in pages."""
+    """Tile addressing of packed sequences of queries with a paged KV cache."""
 
     def tma_of_keys(
         self, config: sm90.TmaLoadConfig, x: cute.Tensor, rows_lead: bool
