@@ -154,13 +154,17 @@ def served_forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None
 ROWS, USED = (5, 0, 33, 1, 2), (37, 20, 50, 16, 0)
 
 
+@pytest.mark.parametrize("page", [16, 12])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, 0)], ids=str)
-def test_pages_are_gathered_for_packed_rows(patched_device: str, window: tuple[int, int]) -> None:
-    call = make_call(patched_device, ROWS, USED)
+def test_packed_rows_run_on_kernels(patched_device: str, window: tuple[int, int], page: int) -> None:
+    """Pages of 12 rows are gathered."""
+    call = make_call(patched_device, ROWS, USED, page=page)
     bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend("fa3"):
         result = call.run(window_size=window, return_aux=AUX)
+        plan = explain_varlen(*call.args(), **call.settings(window_size=window), device="h100")
     assert bindings.counters(reset=True)["ours_fwd"] == 1
+    assert ("paged" in plan.kernel) == (page == PAGE) and ("gathered" in plan.copies) == (page != PAGE)
     assert_right(call, result, window)
 
 
