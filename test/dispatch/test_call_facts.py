@@ -478,8 +478,10 @@ def test_table_rows_match_the_members_of_cpp_structs(name: str) -> None:
 
 
 def test_head_dim_limit_is_the_largest_head_dim_of_the_kernel_table():
+    """Kernels with shared values are permitted for few calls, and do not count."""
     specs = [spec for pack in kernel_table.PACKS for spec in pack.specs()]
-    assert max(dim for spec in specs for dim in (spec.d, spec.dv)) == dispatch_table.MAX_HEAD_DIM
+    general = [spec for spec in specs if "shared" not in spec.features]
+    assert max(dim for spec in general for dim in (spec.d, spec.dv)) == dispatch_table.MAX_HEAD_DIM
     assert all(dim % dispatch_table.HEAD_DIM_STEP == 0 for spec in specs for dim in (spec.d, spec.dv))
 
 

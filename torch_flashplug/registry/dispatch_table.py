@@ -81,7 +81,8 @@ class CostModel:
 
 
 MAX_SPLITS = 255  # limit of num_splits: the bits of a mode word (Mode in src/core/core.h)
-MAX_HEAD_DIM, HEAD_DIM_STEP = 512, 8  # head dims of the kernels; rows are read in units of 16 bytes
+# Head dims of the kernels, except kernels with shared values; rows are read in units of 16 bytes.
+MAX_HEAD_DIM, HEAD_DIM_STEP = 512, 8
 # Largest head dim of pages, caches and 8 bits, and of gradients in auto mode: backward kernels of larger head dims were
 # not timed. Also the largest head dim with measured faults of stock, and of torch's entries other than F.sdpa.
 MAX_GENERAL_HEAD_DIM = 256
