@@ -37,6 +37,7 @@ def replace_gpu_functions(monkeypatch):
         monkeypatch.setattr(suite, "ROUND_MS", 0.1)
     monkeypatch.setattr(paged, "copies_of", lambda case: 2)
     monkeypatch.setattr(workloads, "paged", lambda: [PAGED])
+    monkeypatch.setattr(workloads, "UNEVEN", ())
     for name in ("flashinfer", "flash_attn_interface", "fa3_fwd_interface", "flash_attn.cute.interface"):
         monkeypatch.setitem(sys.modules, name, None)
 
@@ -111,6 +112,17 @@ def test_paged_peer_receives_the_call_and_a_wrong_peer_is_not_timed(monkeypatch)
     assert row["errors"]["fa3"] < 0.004 and row["refused"]["flashinfer"] == "ValueError: wrong by 1"
     assert "get_scheduler_metadata" in row["refused"]["fa3_planned"]
     assert row["refused"]["flashinfer_mma"] == "RuntimeError: no kernel of it"
+
+
+def test_uneven_batch_is_timed_with_equal_and_balanced_splits(monkeypatch):
+    install_stub_wheel(
+        monkeypatch, "flash_attn_interface", flash_attn_func=lambda: 0, flash_attn_with_kvcache=stub_fa3_paged
+    )
+    monkeypatch.setattr(workloads, "paged", list)
+    monkeypatch.setattr(workloads, "UNEVEN", (workloads.UnevenBatch("uneven_3", (200, 130, 64), shared=64),))
+    row = run_suite("paged", paged.suite_paged)
+    assert set(row["all_ms"]) == {*paged.UNEVEN_PAGES, *paged.BALANCED, "fa3"}
+    assert max(row["errors"].values()) < 0.004
 
 
 def test_wrong_result_of_the_plugin_ends_the_run(monkeypatch):

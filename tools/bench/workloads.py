@@ -174,6 +174,29 @@ def paged() -> list[Case]:
     return [_named_by_shape(heads, (1, keys), (d, d)) for heads, keys, d in calls]
 
 
+@dataclass(frozen=True, slots=True)
+class UnevenBatch:
+    """Decode of one query row per sequence, with a paged KV cache of uneven KV lengths."""
+
+    name: str
+    lengths: tuple[int, ...]
+    shared: int = 0  # leading keys that all sequences share, in the same pages
+
+    @property
+    def case(self) -> Case:
+        """The batch with the mean length."""
+        mean = sum(self.lengths) // len(self.lengths)
+        return _case(self.name, (len(self.lengths), 32, 8), (1, mean), (128, 128), causal=False)
+
+
+UNEVEN = (
+    UnevenBatch("uneven_17_of_300_to_9000", tuple(300 + 8700 * i // 16 for i in range(17))),
+    UnevenBatch("uneven_60000_and_31_of_500", (60000, *(500,) * 31)),
+    UnevenBatch("uneven_zipf_64", tuple(max(64, 32000 // (i * 37 % 64 + 1)) for i in range(64))),
+    UnevenBatch("uneven_24_shared_prefix", tuple(4096 + 64 * i for i in range(24)), shared=4096),
+)
+
+
 def eight_bits() -> list[Case]:
     """Return the grid cases of at least 2k rows, and cases with grouped heads and further head dims."""
     beside = (((4, 16, 4), 4096, (128, 128)), ((2, 21, 21), 8192, (96, 96)), ((2, 8, 8), 8192, (192, 192)),

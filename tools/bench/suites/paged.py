@@ -3,14 +3,18 @@
 The baselines are FlashAttention-3 and FlashInfer on pages of 16 rows, and the project's decode with contiguous caches
 and without KV lengths. Times are device times of replayed CUDA graphs. A graph visits so many page pools that no pool
 is still in L2. Pages are in random order. The planning that a peer does once per step, for all layers, is not timed.
+
+Batches of uneven KV lengths (`uneven_*`) are timed with equal splits and with balanced splits. No mode chooses balanced
+splits yet, so the suite raises the limit of the cost model during the capture.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +23,9 @@ from tools.bench import baselines, workloads
 from tools.bench.runner import Bench, facts_of, graphed, refusal, row_of
 from tools.bench.suites.decode import MAX_COPIES, ROUND_MS, copies_of, in_sequence, kv_bytes
 from torch_flashplug import attention, sdpa_backend
+from torch_flashplug.api import startup
+from torch_flashplug.dispatch import bindings
+from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.testing import Candidate, Case, Inputs, Timing, make_inputs, time_interleaved
 
 SEED = 20261126
@@ -29,6 +36,10 @@ SPLITS = {  # batch-invariant settings
     "ours_one_split": {"num_splits": 1},
     "ours_splits_of_4096": {"fixed_split_size": 4096},
 }
+UNEVEN_COPIES = 2  # copies of an uneven batch, each larger than L2
+UNEVEN_PAGES = {"ours_fa2": 16, "ours_page64": 64}
+BALANCED = {"ours_balanced": 16, "ours_balanced_page64": 64}  # with balanced splits, rows per page
+MAX_SEQUENCES = 512  # with balanced splits
 WORKSPACE_BYTES = 512 << 20  # workspace for the KV splits of FlashInfer, shared by all calls
 
 
@@ -36,6 +47,21 @@ def suite_paged(bench: Bench) -> None:
     for case in workloads.paged():
         if bench.take(case.name):
             _measure(bench, case)
+    for batch in workloads.UNEVEN:
+        if bench.take(batch.name):
+            _measure_uneven(bench, batch)
+
+
+@contextlib.contextmanager
+def balanced_splits() -> Iterator[None]:
+    """Let calls of several sequences have balanced splits."""
+    cost_model = replace(dispatch_table.COST_MODEL, max_balanced_sequences=MAX_SEQUENCES)
+    bindings.push_rows(kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, cost_model)
+    try:
+        with sdpa_backend("auto"):
+            yield
+    finally:
+        startup.push_tables()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +87,39 @@ def _paged_copy(inputs: Inputs, rows: int) -> Paged:
         pools.append(pool)
     used = torch.full((B,), S, dtype=torch.int32, device=device)
     return Paged(inputs.q.transpose(1, 2), tuple(pools), table.view(B, of_sequence), used)
+
+
+def _uneven_copy(batch: workloads.UnevenBatch, rows: int, device: str, seed: int) -> Paged:
+    """Return random operands in pages of `rows` rows. The values do not depend on `rows`."""
+    case, shared = batch.case, batch.shared // rows
+    generator = torch.Generator(device).manual_seed(seed)
+    counts = [-(-length // rows) for length in batch.lengths]
+    first_pages = [0, *(shared for _ in counts[1:])]
+    num_pages = sum(counts) - sum(first_pages)
+    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(SEED)).int()
+    table, taken = torch.zeros(case.B, max(counts), dtype=torch.int32), 0
+    pools = [torch.zeros(num_pages, rows, case.Hkv, case.D, dtype=case.torch_dtype, device=device) for _ in range(2)]
+    for i, (count, first) in enumerate(zip(counts, first_pages, strict=True)):
+        pages = order[taken : taken + count - first]
+        table[i, :first], table[i, first:count] = table[0, :first], pages
+        taken += len(pages)
+        num_keys = batch.lengths[i] - first * rows
+        for pool in pools:
+            keys = torch.zeros(len(pages) * rows, case.Hkv, case.D, dtype=case.torch_dtype, device=device)
+            keys[:num_keys].normal_(generator=generator)
+            pool[pages.long().to(device)] = keys.view(len(pages), rows, case.Hkv, case.D)
+    q = torch.randn(case.B, 1, case.Hq, case.D, generator=generator, device=device).to(case.torch_dtype)
+    return Paged(q, tuple(pools), table.to(device), torch.tensor(batch.lengths, dtype=torch.int32, device=device))
+
+
+def _reference(x: Paged) -> Tensor:
+    """Return the output (B, 1, Hq, D) in fp32, computed for each sequence."""
+    outs, group = [], x.q.shape[2] // x.pools[0].shape[2]
+    for q, pages, length in zip(x.q.float(), x.table, x.used.tolist(), strict=True):
+        k, v = (pool[pages.long()].flatten(0, 1)[:length].float().repeat_interleave(group, 1) for pool in x.pools)
+        weights = (torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return torch.stack(outs)
 
 
 # ---- candidates: each function takes operands and returns a function that computes (B, 1, Hq, D) ----
@@ -100,9 +159,10 @@ def _workspace(device: torch.device) -> Tensor:
 def _flashinfer(x: Paged, tensor_cores: bool) -> Attend:
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
-    (B, pages), device = x.table.shape, x.q.device
-    starts = torch.arange(B + 1, dtype=torch.int32, device=device) * pages
-    lists = {"indptr": starts, "indices": x.table.flatten(), "last_page_len": torch.full_like(x.used, PAGE)}
+    device, counts = x.q.device, [-(-length // PAGE) for length in x.used.tolist()]
+    starts = torch.tensor([0, *counts], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    indices = torch.cat([pages[:count] for pages, count in zip(x.table, counts, strict=True)])
+    lists = {"indptr": starts, "indices": indices, "last_page_len": (x.used - 1) % PAGE + 1}
     kept = {f"paged_kv_{name}_buffer": values.clone() for name, values in lists.items()}
     step = BatchDecodeWithPagedKVCacheWrapper(
         _workspace(device), use_cuda_graph=True, use_tensor_cores=tensor_cores, **kept
@@ -128,24 +188,54 @@ def _makers(bench: Bench, inputs: list[Inputs]) -> dict[str, Callable[[], list[A
     of_all = {"ours_contiguous": (_contiguous, inputs)}
     of_all |= {name: (_ours, paged_copies[rows]) for name, rows in PAGES.items()}
     of_all |= {name: (functools.partial(_ours, **splits), paged_copies[PAGE]) for name, splits in SPLITS.items()}
-    of_all |= {"ours_lengths": (_with_lengths, inputs)}
-    absent = baselines.WHEELS.keys() - bench.providers.keys()
-    of_all |= {name: (make, paged_copies[PAGE]) for name, make in PEERS.items() if name.split("_")[0] not in absent}
+    of_all |= {"ours_lengths": (_with_lengths, inputs)} | _peers(bench, paged_copies[PAGE])
+    return _makers_of(of_all)
 
+
+def _peers(bench: Bench, copies: list[Paged]) -> dict[str, tuple]:
+    """Return the peers that are installed, with the copies of the operands."""
+    absent = baselines.WHEELS.keys() - bench.providers.keys()
+    return {name: (make, copies) for name, make in PEERS.items() if name.split("_")[0] not in absent}
+
+
+def _makers_of(of_all: Mapping[str, tuple]) -> dict[str, Callable[[], list[Attend]]]:
     def make_all(make: Callable, copies: list) -> list[Attend]:
         return [make(copy) for copy in copies]
 
     return {name: functools.partial(make_all, *row) for name, row in of_all.items()}
 
 
-@torch.no_grad()
+def _uneven_makers(bench: Bench, copies: Mapping[int, list[Paged]]) -> dict[str, Callable[[], list[Attend]]]:
+    """Return makers for an uneven batch. `copies` has the copies of the operands by the rows of a page."""
+    of_all = {name: (_ours, copies[rows]) for name, rows in (UNEVEN_PAGES | BALANCED).items()}
+    return _makers_of(of_all | _peers(bench, copies[PAGE]))
+
+
 def _measure(bench: Bench, case: Case) -> None:
     copies = min(MAX_COPIES, copies_of(case))
     inputs = [make_inputs(case, bench.device, seed) for seed in range(copies)]
-    right, errors, refused, candidates = None, {}, {}, {}
-    scope = functools.partial(sdpa_backend, "auto")
+    _time(bench, case, _makers(bench, inputs), copies)
+
+
+def _measure_uneven(bench: Bench, batch: workloads.UnevenBatch) -> None:
+    copies = {
+        rows: [_uneven_copy(batch, rows, bench.device, seed) for seed in range(UNEVEN_COPIES)]
+        for rows in set(UNEVEN_PAGES.values())
+    }
+    right = _reference(copies[PAGE][0])
+    _time(bench, batch.case, _uneven_makers(bench, copies), UNEVEN_COPIES, right)
+
+
+@torch.no_grad()
+def _time(
+    bench: Bench, case: Case, makers: Mapping[str, Callable[[], list[Attend]]], copies: int,
+    right: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Check and time candidates, and add a row. Without `right`, the first candidate has the right output."""
+    errors, refused, candidates = {}, {}, {}
     kept = []
-    for name, make in _makers(bench, inputs).items():
+    for name, make in makers.items():
+        scope = balanced_splits if name in BALANCED else functools.partial(sdpa_backend, "auto")
         try:
             with scope():
                 calls = make()

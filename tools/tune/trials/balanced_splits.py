@@ -12,8 +12,8 @@ Times are medians of interleaved rounds of CUDA graphs, in microseconds of a cal
 Predictions for an H100 (not measured, docs/experiments/decode.md): 17 lengths from 300 to 9000 take 121 us, and 156
 with equal splits; 60000 with 31 x 500 takes 118 us, and more than 500 with equal splits; zipf takes 231 us, and more
 than 500 with equal splits. Even batches (64 x 2000 and the shared prefix) run at 0.985 to 1.0 x the speed of equal
-splits. Auto needs 0.99 x for even batches, and 1.0 x for uneven batches. The number of items
-for each CTA (2, 3, 4, 6) changes the times by 3 % at most.
+splits. Auto needs 0.99 x for even batches, and 1.0 x for uneven batches. The number of items for each CTA (2, 3, 4, 6)
+changes the times by 3 % at most.
 """
 
 from __future__ import annotations
