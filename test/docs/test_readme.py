@@ -30,7 +30,10 @@ def blocks_of(page: Path, language: str) -> list[str]:
 
 BASH = [block for page in PAGES for block in blocks_of(page, "bash")]
 COMMANDS = sorted({line for block in BASH for line in block.splitlines() if line.strip()})
-TOOLS = ("tools/bench/bench.py", "tools/bench/report.py", "tools/models/programs.py", "tools/fuzz/fuzz.py")
+TOOLS = (
+    *("tools/bench/bench.py", "tools/bench/report.py", "tools/models/programs.py", "tools/fuzz/fuzz.py"),
+    "tools/build/make_hub_kernel.py",
+)
 VERBS = ("torch_flashplug demo", "torch_flashplug warmup")
 
 

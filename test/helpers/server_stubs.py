@@ -151,6 +151,19 @@ class ForwardBatch:
     extend_prefix_lens_cpu: list = None
     extend_seq_lens_cpu: list = None
 ''',
+    "sglang.srt.model_executor.model_runner": '''
+class ModelRunner:
+    """Attributes of a runner."""
+
+    use_mla_backend: bool
+    model_config: object
+    spec_algorithm: object
+    kv_cache_dtype: object
+    kv_index_translator: object
+    page_size: int
+    req_to_token_pool: object
+    token_to_kv_pool: object
+''',
     "sglang.srt.plugins": '''
 from importlib import metadata
 

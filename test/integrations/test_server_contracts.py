@@ -29,31 +29,30 @@ CHECKED = {"vllm": "0.33.0", "sglang": "0.5.23", "kernels": "0.17.0"}  # docs/se
 
 
 def members(tree: ast.Module | ast.ClassDef) -> dict[str, ast.AST]:
-    """Return functions, classes and assigned names of a module or a class, also below `if` and on `self`."""
+    """Return functions, classes and assigned names of a module or a class, also below `if`, and attributes of self."""
     nodes: dict[str, ast.AST] = {}
 
-    def visit(node: ast.AST) -> None:
+    def visit(node: ast.AST, in_method: bool) -> None:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.ClassDef):
-                nodes[child.name] = child
+            is_function = isinstance(child, ast.FunctionDef)
+            if not in_method and (is_function or isinstance(child, ast.ClassDef)):
+                nodes.setdefault(child.name, child)
             if isinstance(child, ast.Assign | ast.AnnAssign):
                 targets = child.targets if isinstance(child, ast.Assign) else [child.target]
-                nodes.update((name, child) for target in targets for name in names_of(target))
-            if not isinstance(child, ast.ClassDef | ast.FunctionDef) or child in inits:
-                visit(child)
+                nodes.update((name, child) for target in targets for name in names_of(target, in_method))
+            if not isinstance(child, ast.ClassDef) and (not is_function or isinstance(tree, ast.ClassDef)):
+                visit(child, in_method or is_function)
 
-    inits = [
-        node for node in getattr(tree, "body", []) if isinstance(node, ast.FunctionDef) and node.name == "__init__"
-    ]
-    visit(tree)
+    visit(tree, False)
     return nodes
 
 
-def names_of(target: ast.AST) -> Iterator[str]:
+def names_of(target: ast.AST, in_method: bool) -> Iterator[str]:
+    """Yield the names bound by an assignment: variables, or in a method the attributes of self."""
     for node in ast.walk(target):
-        if isinstance(node, ast.Name):
+        if isinstance(node, ast.Name) and not in_method:
             yield node.id
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and in_method and ast.unparse(node.value) == "self":
             yield node.attr
 
 
