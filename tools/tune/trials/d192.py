@@ -56,6 +56,7 @@ TIMED = (
     ("MLA 1 x 16k", (1, 16, 16), (16384, 16384), (192, 128), True),
     ("Nemotron-4-340B, 4k", (1, 96, 8), (4096, 4096), (192, 192), True),
 )
+KINDS = {"split": "partbwd", "split_shared": "partbwd", "fused": "bwd"}  # kernels of the variants
 Scope = Callable[[], contextlib.AbstractContextManager]
 
 
@@ -77,6 +78,15 @@ def variant(name: str) -> Iterator[None]:
             yield
     finally:
         startup.push_tables()
+
+
+def assert_runs(name: str, operands: tuple[torch.Tensor, ...], causal: bool) -> None:
+    """Raise an error if another kernel than the kernel of the variant has computed the last gradients."""
+    q, k, v = operands
+    answer = str(fp.explain(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]))
+    counted = bindings.counters(reset=True)["ours_bwd"]
+    if counted == 0 or f" {KINDS[name]}_sm90" not in answer:
+        raise RuntimeError(f"{counted} gradients of kernels of this project; {answer}")
 
 
 def draw(heads, lengths, dims, seed: int) -> list[torch.Tensor]:
@@ -119,6 +129,7 @@ def check(name: str) -> bool:
                 poison()
                 runs.append(torch.autograd.grad(out, (q, k, v), grad_out, retain_graph=True))
             torch.cuda.synchronize()
+            assert_runs(name, (q, k, v), causal)
         exact = exact_gradients(q, k, v, grad_out, causal)
         errors = [float((x.double() - e).norm() / e.norm()) for x, e in zip(runs[0], exact, strict=True)]
         spread = max(float((run[0].double() - runs[0][0].double()).norm() / exact[0].norm()) for run in runs)
@@ -160,8 +171,11 @@ def time_call(label, heads, lengths, dims, causal, variants, fa4, rounds: int) -
             with scope():
                 out = forward()
                 backward = lambda out=out: torch.autograd.grad(out, (q, k, v), grad_out, retain_graph=True)  # noqa: E731
+                bindings.counters(reset=True)
                 backward()
                 torch.cuda.synchronize()
+                if name in KINDS:
+                    assert_runs(name, (q, k, v), causal)
         except Exception as error:
             say(f"# {label}: no {name}: {type(error).__name__}: {str(error)[:120]}")
             continue
