@@ -24,7 +24,7 @@ bool is_window(const VarlenCall& call, VarlenWindow window) { return call.window
 bool fits_cudnn(const VarlenCall& call) {
   const bool grouped = call.enable_gqa != 0 || call.heads_q != call.heads_k;
   return call.writes_out == 0 && call.max_q > kMaxDecodeRows && is_window(call, VarlenWindow::kNone) && !grouped &&
-         call.splits < 0;
+         call.splits < 0 && call.paged == 0;
 }
 
 // Return true if torch 2.15 can run cuDNN for the call on some machine with a Hopper GPU. The op of torch 2.15 receives

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 
 import torch
-from torch.nn.attention import varlen
 
 VARLEN = ("_varlen_attn", "_varlen_attn_out", "_varlen_attn_backward")
 FUSED = tuple(
@@ -69,6 +68,8 @@ def all_owned_by(owner: str) -> bool:
 
 
 def run_varlen_attn() -> torch.Tensor:
+    from torch.nn.attention import varlen
+
     q = torch.ones(9, 2, 64, dtype=torch.bfloat16)
     cu = torch.tensor([0, 4, 9], dtype=torch.int32)
     with torch.no_grad():
@@ -107,7 +108,20 @@ def reports_own_kernels() -> bool:
     return plan.backend == "fa3" and not env_info.collect()["kept_by_others"]
 
 
+def foreign_then_plugin_then_ops() -> None:
+    """Register both before the import that defines the ops of varlen_attn."""
+    foreign = ForeignLibrary()
+    from torch_flashplug.torch_hooks import varlen_attn as varlen_attn_hook
+
+    assert "torch.nn.attention.varlen" not in sys.modules
+    varlen_attn_hook.install("CPU")
+    assert __file__ in varlen_attn_hook.other_owner() and __file__ in varlen_attn_hook.other_owner("CPU")
+    assert runs_foreign_kernel(foreign) and all_owned_by("foreign") and reports_foreign_kernels()
+
+
 def foreign_then_plugin() -> None:
+    from torch.nn.attention import varlen  # noqa: F401
+
     foreign = ForeignLibrary()
     import torch_flashplug
     from torch_flashplug.torch_hooks import varlen_attn as varlen_attn_hook
@@ -125,6 +139,8 @@ def foreign_then_plugin() -> None:
 
 
 def plugin_then_foreign() -> None:
+    from torch.nn.attention import varlen  # noqa: F401
+
     import torch_flashplug
     from torch_flashplug.torch_hooks import varlen_attn as varlen_attn_hook
 
@@ -139,6 +155,8 @@ def plugin_then_foreign() -> None:
 
 
 def plugin_disabled_in_between() -> None:
+    from torch.nn.attention import varlen  # noqa: F401
+
     import torch_flashplug
 
     foreign = ForeignLibrary()
@@ -154,7 +172,10 @@ def plugin_disabled_in_between() -> None:
     assert all_owned_by("plugin") and reports_own_kernels()
 
 
-ORDERS = {order.__name__: order for order in (foreign_then_plugin, plugin_then_foreign, plugin_disabled_in_between)}
+ORDERS = {
+    order.__name__: order
+    for order in (foreign_then_plugin_then_ops, foreign_then_plugin, plugin_then_foreign, plugin_disabled_in_between)
+}
 
 if __name__ == "__main__":
     ORDERS[sys.argv[1]]()

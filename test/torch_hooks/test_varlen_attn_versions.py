@@ -168,6 +168,16 @@ def test_explain_varlen_reports_unsupported_arguments(rule: Callable[[str], None
         torch_flashplug.enable()
 
 
+def test_torch_2_14_runs_flash_attention_for_pages() -> None:
+    facts = dict.fromkeys(bindings.names("varlen call members"), 0)
+    facts |= {"rule": bindings.names("varlen rules").index("shapes"), "max_q": 200, "heads_q": 4, "heads_k": 4}
+    facts |= {"D": 64, "Dv": 64, "splits": -1, "backend": -1, "allowed": 1, "readable": 1, "out_fits": 1}
+    facts |= {"has_cu_seqlens_k": 1, "has_seqused_k": 1}
+    for is_paged, stock in ((False, "cudnn"), (True, "flash")):
+        decision = varlen_decision.decide_varlen(facts | {"paged": is_paged}, 90, 0)
+        assert (decision["stock"], decision["reason"]) == (stock, "unmeasured")
+
+
 def test_varlen_rows_use_known_kernels_and_facts() -> None:
     assert dispatch_table.VARLEN_KERNELS == bindings.names("varlen kernels")
     assert dispatch_table.VARLEN_FACTS == bindings.names("varlen facts")
