@@ -77,7 +77,7 @@ def operands(B: int, heads: int, Sq: int, Sk: int, D: int, dtype: torch.dtype) -
 
 
 def paged(k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys in pages of PAGE rows, in random order, and the block table."""
+    """Return a pool of pages with the keys, in random order, and the block table."""
     B, n = k.shape[0], -(-k.shape[1] // PAGE)
     table = torch.randperm(B * n, device="cuda").int()
     full = torch.full((B, n * PAGE, 1, k.shape[3]), math.nan, device="cuda", dtype=k.dtype)
