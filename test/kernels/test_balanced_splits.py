@@ -179,6 +179,19 @@ def test_caches_without_pages(kernels_on: str, balanced: Switch) -> None:
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("order", [1, 2])
+def test_results_do_not_depend_on_the_order_of_operations(balanced: Switch, order: int) -> None:
+    """Copies and products end between request and wait, in an order chosen by a seed."""
+    call = make_paged_call(UNEVEN, 16, (128, 128))
+    results = []
+    for seed in (0, order):
+        with interpreted_kernels.enabled(seed):
+            balanced()
+            results.append(run(call, "cpu"))
+    assert_equal_results(*results)
+
+
+@pytest.mark.interpreted
 def test_one_workspace_serves_changing_lengths(balanced: Switch) -> None:
     """A kernel is launched again and again with the same arguments, as by a CUDA graph. The workspace begins as NaN."""
     name = "decode_sm80_bf16_d64_window+paged+balanced_m16n64s3"
