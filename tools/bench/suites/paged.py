@@ -90,7 +90,7 @@ def _paged_copy(inputs: Inputs, rows: int) -> Paged:
 
 
 def _uneven_copy(batch: workloads.UnevenBatch, rows: int, device: str, seed: int) -> Paged:
-    """Return random operands in pages of `rows` rows. The values do not depend on `rows`."""
+    """Return random operands with pages of `rows` rows. The values do not depend on `rows`."""
     case, shared = batch.case, batch.shared // rows
     generator = torch.Generator(device).manual_seed(seed)
     counts = [-(-length // rows) for length in batch.lengths]
