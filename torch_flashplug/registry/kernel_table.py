@@ -281,7 +281,8 @@ KERNEL_ROWS = (
     KernelRow("partbwd", 90, 256, 256, BOTH + EQUAL + WINDOW + VARLEN + SOFTCAP, 64, 64, 2),
     KernelRow("partbwd", 90, 256, 256, MASK + BIASES + DROPPED + MASK_DROPPED, 64, 64, 2),
     # Head dims above 256: a kernel for each of dQ, dK and dV (kernels/sm90/backward_wide.py). Stages of K, Q or dO.
-    KernelRow("partbwd", 90, 320, 320, BOTH + WINDOW + VARLEN, 64, 64, 2),
+    # Windows and packed sequences of D 320 spill registers of the producer warp, so such calls run in the next row.
+    KernelRow("partbwd", 90, 320, 320, BOTH, 64, 64, 2),
     KernelRow("partbwd", 90, 384, 384, BOTH + WINDOW + VARLEN, 64, 64, 2),
     KernelRow("partbwd", 90, 512, 512, BOTH + WINDOW + VARLEN + SOFTCAP + MASK, 64, 64, 1),
     KernelRow("tilebwd", 90, 32, 32, BIASES, 64, 64, 2),

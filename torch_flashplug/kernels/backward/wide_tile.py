@@ -135,13 +135,17 @@ class WideTile:
             *(sm90.PipelineWarps(pipeline, WARPS, WARPS) for pipeline in (pipelines.p, pipelines.ds)),
         )
 
+    @cute.jit
     def load_held(
         self, operands: tuple[sm90.TmaOperand, ...], pipelines: WidePipelines, block: Int32, tile_count: Int32
-    ) -> None:
-        """Load the held operands of a tile, each restricted to a head (producer warp)."""
+    ):
+        """Load the held operands of a tile, each restricted to a head (producer warp).
+
+        The loop is not unrolled, because the producer warp has 24 registers.
+        """
         for x, pipeline in zip(operands, pipelines.held, strict=True):
             pipeline.producer_acquire(tile_count)
-            for b in range(self.boxes):
+            for b in cutlass.range(self.boxes, unroll=1):
                 tXsX, tXgX = x.tiles((ROWS, BOX_COLUMNS), (None, b))
                 cute.copy(x.atom, tXgX[None, block], tXsX[None, b], tma_bar_ptr=pipeline.arrival(tile_count))
 

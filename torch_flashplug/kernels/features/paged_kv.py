@@ -21,6 +21,7 @@ from cutlass import Int16, Int32, Int64
 from ...registry.kernel_spec import PAGE_GROUP_ROWS, WARP
 from ..decode.kv_load import K, KvLoader
 from ..primitives import sm80
+from ..tiling.equal_lengths import wait_for_previous_launch
 from ..tiling.tile import DenseAddressing, Tile
 from ..tiling.varlen import VarlenSeqlenInfo
 from .base import KernelFeatures
@@ -54,6 +55,7 @@ class PagedAddressing(DenseAddressing):
         return self.page_table.kv_lens.shape[0]
 
     def of_batch(self, tile: Tile, kv_head: Int32, batch: Int32) -> Tile:
+        wait_for_previous_launch()  # the previous kernel may write the KV lengths
         keys = self.page_table.keys(batch)
         sizes = VarlenSeqlenInfo(tile.sizes.Sq, keys, cutlass.max(keys, 1))
         return replace(tile, kv_head=kv_head, batch=batch, sizes=sizes)
