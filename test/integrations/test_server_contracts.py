@@ -119,7 +119,7 @@ def test_vllm_loads_plugins_before_the_command_line_is_parsed() -> None:
 
 @pytest.mark.parametrize("package", ["vllm", "sglang"])
 def test_pins_of_servers_allow_this_package(package: str) -> None:
-    """Both programs pin apache-tvm-ffi and torch."""
+    """Check the pins of apache-tvm-ffi and torch of both programs."""
     source_of(package)
     requirements = pytest.importorskip("packaging.requirements")
     pins = {}

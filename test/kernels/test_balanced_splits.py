@@ -108,7 +108,7 @@ def test_every_balanced_kernel(kernels_on: str, spec: KernelSpec) -> None:
 )
 @pytest.mark.parametrize("items", [0.01, FEW_ITEMS, 0.5])
 def test_uneven_lengths(kernels_on: str, used: tuple[int, ...], items: float, balanced: Switch) -> None:
-    """There are fewer items than blocks, or more. Sequences are more than the lanes of a warp, or less."""
+    """Cover fewer items than blocks, more items, and more sequences than the lanes of a warp."""
     balanced(items=items)
     check_balanced(make_paged_call(used, 16), kernels_on)
 

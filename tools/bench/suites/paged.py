@@ -97,12 +97,12 @@ def _uneven_copy(batch: workloads.UnevenBatch, rows: int, device: str, seed: int
     first_pages = [0, *(shared for _ in counts[1:])]
     num_pages = sum(counts) - sum(first_pages)
     order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(SEED)).int()
-    table, taken = torch.zeros(case.B, max(counts), dtype=torch.int32), 0
+    table, used = torch.zeros(case.B, max(counts), dtype=torch.int32), 0
     pools = [torch.zeros(num_pages, rows, case.Hkv, case.D, dtype=case.torch_dtype, device=device) for _ in range(2)]
     for i, (count, first) in enumerate(zip(counts, first_pages, strict=True)):
-        pages = order[taken : taken + count - first]
+        pages = order[used : used + count - first]
         table[i, :first], table[i, first:count] = table[0, :first], pages
-        taken += len(pages)
+        used += len(pages)
         num_keys = batch.lengths[i] - first * rows
         for pool in pools:
             keys = torch.zeros(len(pages) * rows, case.Hkv, case.D, dtype=case.torch_dtype, device=device)

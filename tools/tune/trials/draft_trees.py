@@ -39,12 +39,12 @@ def make_call(B: int, rows: int, keys: tuple[int, int], D: int, seed: int) -> tu
     pools = [torch.full((len(order), PAGE, HKV, D), math.nan, device="cuda").bfloat16() for _ in range(2)]
     table = torch.full((B, max(counts) + 1), 2**31 - 1, dtype=torch.int32, device="cuda")
     for i, (n, count) in enumerate(zip(used, counts, strict=True)):
-        mine, at = order[at : at + count], at + count
-        table[i, :count] = mine.int()
+        pages_of_sequence, at = order[at : at + count], at + count
+        table[i, :count] = pages_of_sequence.int()
         padded = torch.full((2, count * PAGE, HKV, D), math.nan, device="cuda").bfloat16()
         padded[:, :n] = torch.randn(2, n, HKV, D, device="cuda", generator=draw)
         for pool, x in zip(pools, padded, strict=True):
-            pool[mine] = x.view(count, PAGE, HKV, D)
+            pool[pages_of_sequence] = x.view(count, PAGE, HKV, D)
         sequences.append(padded[:, :n])
     q = torch.randn(B, rows, HQ, D, device="cuda", generator=draw).bfloat16()
     lengths = torch.tensor(used, dtype=torch.int32, device="cuda")

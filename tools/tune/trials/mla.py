@@ -90,8 +90,10 @@ def paged(k: Tensor) -> tuple[Tensor, Tensor]:
 def report(label: str, results: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], launched: int) -> None:
     (out, lse), (expected, expected_lse) = results, right
     error = float((out.double() - expected).norm() / expected.norm().clamp(min=1e-30))
-    seen = expected_lse.isfinite()
-    lse_error = float((lse.double() - expected_lse)[seen].abs().max()) / max(1.0, float(expected_lse[seen].abs().max()))
+    has_keys = expected_lse.isfinite()
+    lse_error = float((lse.double() - expected_lse)[has_keys].abs().max()) / max(
+        1.0, float(expected_lse[has_keys].abs().max())
+    )
     ok = out.isfinite().all() and error < NEAR[out.dtype] and lse_error < 1e-5 and launched == 1
     print(f"{'ok   ' if ok else 'WRONG'} {label}: error {error:.2e}, LSE {lse_error:.2e}", flush=True)
     assert ok, label

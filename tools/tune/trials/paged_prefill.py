@@ -124,10 +124,10 @@ def check(seed: int) -> bool:
 def check_graph(draw: torch.Generator) -> bool:
     """Replay a graph with other lengths and another table; the last sequences are padding."""
     lengths = ((200, 300), (60, 900), (1, 129), (0, 0), (0, 0))
-    others = ((10, 10), (0, 0), (251, 1000), (0, 0), (0, 0))
-    call, other = (Poisoned(x, 128, 16, draw) for x in (lengths, others))
-    width = max(call.table.shape[1], other.table.shape[1])
-    pages = max(len(call.k), len(other.k))
+    replay_lengths = ((10, 10), (0, 0), (251, 1000), (0, 0), (0, 0))
+    call, replay = (Poisoned(x, 128, 16, draw) for x in (lengths, replay_lengths))
+    width = max(call.table.shape[1], replay.table.shape[1])
+    pages = max(len(call.k), len(replay.k))
     held = {"table": torch.full((5, width), -1, device="cuda").int(), "used": call.used.clone()}
     held |= {"starts": call.starts.clone(), "q": call.q.clone()}
     held |= {name: torch.full((pages, *call.k.shape[1:]), math.nan, device="cuda").bfloat16() for name in "kv"}
@@ -149,7 +149,7 @@ def check_graph(draw: torch.Generator) -> bool:
         with torch.cuda.graph(graph):
             results = run()
     is_right = True
-    for source in (other, call, other):
+    for source in (replay, call, replay):
         fill(source)
         graph.replay()
         rows = len(source.q)

@@ -50,13 +50,13 @@ class Call:
         self.table = torch.full((len(used), max(1, *counts) + 1), 2**31 - 1, device="cuda", dtype=torch.int32)
         self.keys, at = [], 0
         for i, (n, count) in enumerate(zip(used, counts, strict=True)):
-            mine = order[at : at + count]
+            pages_of_sequence = order[at : at + count]
             at += count
-            self.table[i, :count] = mine.int()
+            self.table[i, :count] = pages_of_sequence.int()
             padded = torch.full((2, count * page, heads[1], D), math.nan, device="cuda", dtype=torch.bfloat16)
             padded[:, :n] = torch.randn(2, n, heads[1], D, device="cuda", generator=draw)
             for pool, x in zip(self.pools, padded, strict=True):
-                pool[mine] = x.view(count, page, heads[1], D)
+                pool[pages_of_sequence] = x.view(count, page, heads[1], D)
             self.keys.append(padded[:, :n])
         self.q = torch.randn(sum(rows), heads[0], D, device="cuda", generator=draw).bfloat16()
         self.cu = torch.tensor([0, *rows], device="cuda").cumsum(0).int()
@@ -81,9 +81,9 @@ class Call:
             q = self.q[first : first + n].double().transpose(0, 1)
             k, v = (x.double().transpose(0, 1).repeat_interleave(len(q) // x.shape[1], 0) for x in pair)
             scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
-            own = torch.arange(n, device="cuda").unsqueeze(1) + k.shape[1] - n
+            diagonal = torch.arange(n, device="cuda").unsqueeze(1) + k.shape[1] - n
             key, (left, right) = torch.arange(k.shape[1], device="cuda"), window
-            hidden = (key > own + right) * (right >= 0) | (key < own - left) * (left >= 0)
+            hidden = (key > diagonal + right) * (right >= 0) | (key < diagonal - left) * (left >= 0)
             sums = scores.masked_fill_(hidden, -math.inf).logsumexp(-1)
             out[first : first + n] = (torch.exp(scores - sums.unsqueeze(-1)).nan_to_num(0.0) @ v).transpose(0, 1)
             lse[:, first : first + n] = torch.where(sums == -math.inf, math.inf, sums)
