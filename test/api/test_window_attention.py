@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_flashplug import attention
-from torch_flashplug.api.attention import _beside_sinks
+from torch_flashplug.api.masked_attention import attend_beside_sinks
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops.attention import Window
 
@@ -167,7 +167,7 @@ def test_sinks_on_ops_without_sinks() -> None:
     visible = Window(-1, 0).to_mask(6, 3, torch.device("cpu"))
     for sinks in (None, random_tensor(4), torch.full((4,), -math.inf)):
         expected_out = FORWARD(q, k, v, sinks, None, None, None, -1, 0, True, 0.0, 0.3)
-        for actual, expected in zip(_beside_sinks(q, k, v, sinks, visible, 0.3), expected_out, strict=True):
+        for actual, expected in zip(attend_beside_sinks(q, k, v, sinks, visible, 0.3), expected_out, strict=True):
             torch.testing.assert_close(actual, expected)
 
 

@@ -192,7 +192,7 @@ def test_keys_stay_unwritten_on_request(sglang_adapter: ModuleType) -> None:
         ({"kv_index_translator": SimpleNamespace(is_translating=True)}, "unified KV memory is not supported"),
         ({"page_size": 1}, "page size must be a multiple of 16, but got 1. Pass --page-size 64."),
     ],
-    ids=str,
+    ids=["mla", "encoder_decoder", "speculative", "fp8_cache", "unified_memory", "page_of_one_row"],
 )
 def test_servers_without_support_are_refused(sglang_adapter: ModuleType, changed: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
