@@ -107,10 +107,15 @@ def test_changed_kernel_file_recompiles_only_dependent_kernels(tmp_path, monkeyp
         ("kernels/sm80/backward.py", lambda spec: spec.arch == 80 and spec.is_backward),
         ("kernels/sm90/backward_dq.py", lambda spec: spec.kind == "partbwd" and not spec.is_wide_backward),
         ("kernels/sm90/backward_wide_dq.py", lambda spec: spec.is_wide_backward),
-        # The bias stage uses primitives of both architectures, except in decode kernels.
+        # The bias stage, except in decode kernels, and readers of pages on Hopper use primitives of both architectures.
         (
             "kernels/primitives/sm80.py",
-            lambda spec: spec.arch == 80 or (not spec.features.isdisjoint({"bias", "bias32"}) and not spec.is_decode),
+            lambda spec: (
+                spec.arch == 80
+                or (not spec.features.isdisjoint({"bias", "bias32"}) and not spec.is_decode)
+                or (spec.kind == "fwd" and "paged" in spec.features)
+                or spec.shares_values
+            ),
         ),
         ("kernels/features/causal.py", lambda spec: "causal" in spec.features),
         ("kernels/call_args/kernel_call.py", lambda spec: True),

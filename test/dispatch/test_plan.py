@@ -414,7 +414,7 @@ def test_causal_tiles_share_query_heads_only_if_the_longest_tile_runs_alone(
 
 
 def test_tiles_of_millions_of_keys_share_no_query_heads() -> None:
-    """A product of sizes beyond 63 bits must not look like few rows. Shared heads need memory for more dK and dV."""
+    """A product of sizes beyond 63 bits must not look like a small call. Shared heads need memory for more dK and dV."""
     for rows in (1 << 20, 1 << 22, 1 << 24):
         facts = call((1, 16, 2), (rows, rows), (64, 64), causal=1, grad=1)
         assert bindings.plan(facts, DEVICES["h200"], BACKENDS.index("fa3"))["sharing"] == 1, rows

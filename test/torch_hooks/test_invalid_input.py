@@ -359,6 +359,12 @@ def scores(device_backend: DeviceBackend) -> Tensor:
     return torch.zeros(128, 128, dtype=device_backend.dtype, device=device_backend.device)
 
 
+def with_shared_values(operands: list[Tensor]) -> list[Tensor]:
+    """Return query, key, and the first columns of key as value."""
+    query, key, _ = operands
+    return [query, key, key[..., :32]]
+
+
 CALL_OF_FACT: dict[str, Callable[[DeviceBackend], Call]] = {
     "B": lambda device_backend: (device_backend.qkv(), {}),
     "Hq": lambda device_backend: (batch_of_one(device_backend, heads=8, kv_heads=4), {"enable_gqa": True}),
@@ -372,6 +378,7 @@ CALL_OF_FACT: dict[str, Callable[[DeviceBackend], Call]] = {
     "grad": lambda device_backend: (batch_of_one(device_backend, grad=True), {}),
     "deterministic": lambda device_backend: (batch_of_one(device_backend, grad=True), {}),
     "without_cudnn": lambda device_backend: (batch_of_one(device_backend), {}),
+    "shared_values": lambda device_backend: (with_shared_values(batch_of_one(device_backend)), {}),
     "scale": lambda device_backend: (batch_of_one(device_backend), {"scale": -0.2}),
     "dropout_p": lambda device_backend: (batch_of_one(device_backend), {"dropout_p": 0.5}),
     "bias_grad": lambda device_backend: (

@@ -115,7 +115,8 @@ def test_varlen_attn_of_wide_heads_has_to_be_forced(kernels_on: str) -> None:
     q, k, v = draw(kernels_on)
     with interpreted_kernels.installed_at(varlen_attn_hook, kernels_on), pytest.raises((RuntimeError, ValueError)):
         torch_packed(q, k, v)
-    plan = torch_flashplug.explain_varlen(packed(q), packed(k), packed(v), starts(kernels_on), starts(kernels_on), S, S)
+    operands = (*map(packed, (q, k, v)), starts(kernels_on), starts(kernels_on), S, S)
+    plan = torch_flashplug.explain_varlen(*operands, device="h100")
     assert plan.backend == "stock" and "head dims [512]" in str(plan.reasons)
 
 

@@ -107,12 +107,21 @@ def _hash_and_imports(path: Path, changed: int) -> tuple[str, list[Path]]:
     """
     tree = ast.parse(path.read_text(), str(path))
     files = []
-    for node in ast.walk(tree):
+    for node in _run_nodes(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             module_path = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
             files += [module_path.with_suffix(".py"), *(module_path / f"{alias.name}.py" for alias in node.names)]
     text = "".join(_tree_text(tree))
     return hashlib.sha256(text.encode()).hexdigest(), [file for file in files if file.is_file()]
+
+
+def _run_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a syntax tree, except blocks for type checkers, whose imports never run."""
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _run_nodes(child)
 
 
 _OPENERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
