@@ -7,6 +7,7 @@ softcap, are kernel arguments. The module imports only the standard library.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -219,7 +220,8 @@ def key_bytes(features: Iterable[str]) -> int:
     return sum(feature.key_bytes for feature in select(features))
 
 
-def recipe_of(features: Iterable[str]) -> Recipe | None:
+@functools.cache  # read about twenty times for each kernel whenever the tables are pushed
+def recipe_of(features: frozenset[str]) -> Recipe | None:
     return next((RECIPES[feature.recipe] for feature in select(features) if feature.recipe), None)
 
 
