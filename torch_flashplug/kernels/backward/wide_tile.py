@@ -269,6 +269,11 @@ class WideConsumer:
         return self.scores is not None and self.reads_ring
 
     @property
+    def output_weights(self) -> sm90.Pipeline:
+        """Pipeline of the left operand of the output in shared memory: dS, or P in the kernel of dV."""
+        return self.pipelines.ds if self.tile.has_ds else self.pipelines.p
+
+    @property
     def releases_late(self) -> bool:
         """True if the output of a step is complete, and its operands are released, in the next step."""
         return self.has_weights or (self.scores is not None and self.tile.stages > 1)
@@ -318,12 +323,12 @@ class WideConsumer:
         for b in self.tile.output_boxes(self.wg):
             self.pipelines.whole[b].consumer_release(step)
         if cutlass.const_expr(not self.has_weights):
-            (self.pipelines.ds if self.tile.has_ds else self.pipelines.p).consumer_release(step)
+            self.output_weights.consumer_release(step)
 
     @cute.jit
     def send_p(self, step: Int32):
         """Store P of a step to shared memory for the second warpgroup, once the weights before have been read."""
-        (self.pipelines.ds if self.tile.has_ds else self.pipelines.p).producer_wait(step)
+        self.output_weights.producer_wait(step)
         self.send(self.pipelines.p, step)
 
     @cute.jit
@@ -351,7 +356,7 @@ class WideConsumer:
         for b in self.tile.output_boxes(self.wg):
             self.pipelines.whole[b].consumer_wait(step)
         if cutlass.const_expr(not self.has_weights):
-            (self.pipelines.ds if self.tile.has_ds else self.pipelines.p).consumer_wait(step)
+            self.output_weights.consumer_wait(step)
         warpgroup.fence()
         self.output.add(self.pipelines.whole[0].stage_index(step))
         if cutlass.const_expr(not self.releases_late):

@@ -28,7 +28,6 @@ from ..decode.pack_gqa import DecodeGrid, DecodeTile
 from ..decode.split_kv import WorkspacePartials
 from ..preprocess.varlen_tile_list import sum_to, warp_sum
 from ..tiling.block_iterator import BlockIterator
-from ..tiling.equal_lengths import wait_for_previous_launch
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile, TileAddressing
 from ..tiling.varlen import VarlenSeqlenInfo
@@ -206,7 +205,6 @@ class BalancedGrid(DecodeGrid):
         m_tiles = addressing.max_blocks_of_rows(group * sizes.Sq, tile_shape[0])
         number, m_block = cta // m_tiles, cta % m_tiles
         kv_head, item_number = number % Hkv, number // Hkv
-        wait_for_previous_launch()  # the previous kernel may write the KV lengths
         tile = addressing.block_of_rows(m_block, sizes)
         blocks = SequenceBlocks(addressing, block_iterator, tile, tile_shape, addressing.num_sequences)
         item = blocks.find_item(item_number, blocks.split_blocks(splits, self.even_splits))

@@ -29,11 +29,12 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ...registry.kernel_spec import BACKWARD_WARPGROUPS, FP32_BYTES, ROWS_PER_WARPGROUP, SPLIT_BACKWARD_TILE, HopperSpec
 from ..backward.pre_post_process import ScoreDerivative, exponentiate, load_rows, row_values, softmax_backward
+from ..backward.tile_grids import grid_of_keys
 from ..call_args.kernel_call import KernelArgs, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
-from ..tiling.backward_tile_scheduler import BackwardTileScheduler, kv_heads_per_l2_group
+from ..tiling.backward_tile_scheduler import kv_heads_per_l2_group
 from ..tiling.block_iterator import BlockIterator, BlockSubrange
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing, TileGrid
@@ -283,19 +284,11 @@ class BackwardDkdvSm90:
         shared = self.allocate_smem(smem)
         self.features.wait_for_preprocess()
 
-        mK = operands.tensor("k")
-        Sk, _, Hkv, _ = mK.shape
-        Sq, _, Hq, _ = operands.tensor("q").shape
-        sizes, num_n_blocks = SeqlenInfo(Sq, Sk), addressing.blocks_of_keys(Sk, TILE_N)
-        shares = operands.tensor("dk").shape[2]
-        all_shares = addressing.batch(mK) * shares
-        l2_group_heads = addressing.heads_per_l2_group(l2_group_heads, all_shares, 1, of_keys=True)
-        order = BackwardTileScheduler(
-            True, num_n_blocks, shares, all_shares, l2_group_heads, block_iterator.bind(sizes, TILE_M, TILE_N)
-        )
-        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_index, order.total)
-        heads = (Hq // shares, shares // Hkv)
-        work = DkdvWork(pipelines, tile_scheduler, addressing.of_keys(order, sizes), block_iterator, *heads)
+        mQ, mK, shares = operands.tensor("q"), operands.tensor("k"), operands.tensor("dk").shape[2]
+        tile_grid = grid_of_keys(addressing, block_iterator, mQ, mK, shares, (TILE_M, TILE_N), l2_group_heads)
+        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_index, tile_grid.order.total)
+        heads = (mQ.shape[2] // shares, shares // mK.shape[2])
+        work = DkdvWork(pipelines, tile_scheduler, tile_grid, block_iterator, *heads)
         consumers = 4 * WARPGROUPS
         query_pipelines = (sm90.PipelineWarps(pipeline, consumers) for pipeline in (pipelines.q, pipelines.do))
         kv_pipelines = (sm90.PipelineWarps(pipeline, 4) for pipeline in (pipelines.k, pipelines.v))

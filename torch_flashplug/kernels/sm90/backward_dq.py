@@ -27,13 +27,13 @@ from ..backward.pre_post_process import (
     rows_of_thread,
     softmax_backward,
 )
+from ..backward.tile_grids import grid_of_rows
 from ..call_args.kernel_call import KernelArgs, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..primitives.tile_scheduler import TileScheduler
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
 from ..tiling.block_iterator import BlockIterator
-from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing, TileGrid
 from .common import TmaOperands
 
@@ -191,16 +191,10 @@ class BackwardDqSm90:
         score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = DqSmem(*(x.buffer(smem) for x in self.inputs))
         self.features.wait_for_preprocess()
-        mQ = operands.tensor("q")
-        Sq, _, Hq, _ = mQ.shape
-        Sk, _, Hkv, _ = operands.tensor("k").shape
-        num_m_blocks = addressing.blocks_of_rows(Sq, TILE_M)
-        longest_first = block_iterator.tile_lengths_vary or addressing.sequence_lengths_vary
-        heads = Hq * addressing.batch(mQ)
-        l2_group_heads = addressing.heads_per_l2_group(l2_group_heads, heads, Hq // Hkv)
-        order = TileScheduler(longest_first, num_m_blocks, Hq, heads, l2_group_heads)
-        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_index, order.total)
-        work = DqWork(pipelines, tile_scheduler, addressing.of_rows(order, SeqlenInfo(Sq, Sk), Hkv), block_iterator)
+        mQ, mK = operands.tensor("q"), operands.tensor("k")
+        tile_grid = grid_of_rows(addressing, block_iterator, mQ, mK, TILE_M, l2_group_heads)
+        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_index, tile_grid.order.total)
+        work = DqWork(pipelines, tile_scheduler, tile_grid, block_iterator)
         wg_pipelines, shared_pipelines = (pipelines.q, pipelines.do), (pipelines.k, pipelines.v, tile_index.pipeline)
         pipelines_and_warps = (
             *(sm90.PipelineWarps(pipeline, 4) for pipeline in wg_pipelines),

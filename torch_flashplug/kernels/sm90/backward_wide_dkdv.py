@@ -18,6 +18,7 @@ from cutlass import Float32, Int32
 
 from ...registry.kernel_spec import BACKWARD_WARPGROUPS, FP32_BYTES, HopperSpec
 from ..backward.pre_post_process import ScoreDerivative, exponentiate, load_rows, row_values, softmax_backward
+from ..backward.tile_grids import grid_of_keys
 from ..backward.wide_tile import (
     BOX_COLUMNS,
     ROWS,
@@ -31,7 +32,7 @@ from ..call_args.kernel_call import KernelArgs, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
-from ..tiling.backward_tile_scheduler import BackwardTileScheduler, kv_heads_per_l2_group
+from ..tiling.backward_tile_scheduler import kv_heads_per_l2_group
 from ..tiling.block_iterator import BlockIterator
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing, TileGrid
@@ -142,24 +143,17 @@ class WideBackwardDkdvSm90:
         row_stats = smem.allocate_tensor(Float32, cute.make_layout((ROWS, ROW_STATS_STAGES, num_stats)), 128)
         shared = self.tile.allocate_smem(smem)
 
-        mK = operands.tensor("k")
-        Sk, _, Hkv, _ = mK.shape
-        Sq, _, Hq, _ = operands.tensor("q").shape
-        sizes, num_n_blocks = SeqlenInfo(Sq, Sk), addressing.blocks_of_keys(Sk, ROWS)
-        shares = operands.tensor("out").shape[2]
-        all_shares = addressing.batch(mK) * shares
-        l2_group_heads = addressing.heads_per_l2_group(l2_group_heads, all_shares, 1, of_keys=True)
-        bound_iterator = block_iterator.bind(sizes, ROWS, ROWS)
-        order = BackwardTileScheduler(True, num_n_blocks, shares, all_shares, l2_group_heads, bound_iterator)
+        mQ, mK, shares = operands.tensor("q"), operands.tensor("k"), operands.tensor("out").shape[2]
+        tile_grid = grid_of_keys(addressing, block_iterator, mQ, mK, shares, (ROWS, ROWS), l2_group_heads)
         work = WideDkdvWork(
             pipelines,
             pipeline_row_stats,
             row_stats,
-            sm90.DynamicTileScheduler(mCounter.iterator, tile_index, order.total),
-            addressing.of_keys(order, sizes),
+            sm90.DynamicTileScheduler(mCounter.iterator, tile_index, tile_grid.order.total),
+            tile_grid,
             block_iterator,
-            Hq // shares,
-            shares // Hkv,
+            mQ.shape[2] // shares,
+            shares // mK.shape[2],
         )
         pipelines_and_warps = (
             *self.tile.pipelines_and_warps(pipelines),

@@ -24,6 +24,7 @@ from ..backward.pre_post_process import (
     rows_of_thread,
     softmax_backward,
 )
+from ..backward.tile_grids import grid_of_rows
 from ..backward.wide_tile import BOX_COLUMNS, ROWS, ROWS_PER_WARP, WideConsumer, WidePipelines, WideSmem, WideTile
 from ..call_args.kernel_call import KernelArgs, SoftmaxScale
 from ..features.base import KernelFeatures
@@ -31,7 +32,6 @@ from ..primitives import fragments, sm90
 from ..primitives.tile_scheduler import TileScheduler
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
 from ..tiling.block_iterator import BlockIterator, BlockSubrange, KvBlocks
-from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing, TileGrid
 from .common import TmaOperands
 
@@ -124,16 +124,9 @@ class WideBackwardDqSm90:
         tile_index = sm90.TileIndexPipeline.create(smem)
         score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = self.tile.allocate_smem(smem)
-        mQ = operands.tensor("q")
-        Sq, _, Hq, _ = mQ.shape
-        Sk, _, Hkv, _ = operands.tensor("k").shape
-        num_m_blocks = addressing.blocks_of_rows(Sq, ROWS)
-        longest_first = block_iterator.tile_lengths_vary or addressing.sequence_lengths_vary
-        heads = Hq * addressing.batch(mQ)
-        l2_group_heads = addressing.heads_per_l2_group(l2_group_heads, heads, Hq // Hkv)
-        order = TileScheduler(longest_first, num_m_blocks, Hq, heads, l2_group_heads)
-        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_index, order.total)
-        tile_grid = addressing.of_rows(order, SeqlenInfo(Sq, Sk), Hkv)
+        mQ, mK = operands.tensor("q"), operands.tensor("k")
+        tile_grid = grid_of_rows(addressing, block_iterator, mQ, mK, ROWS, l2_group_heads)
+        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_index, tile_grid.order.total)
         work = WideDqWork(pipelines, tile_scheduler, tile_grid, block_iterator)
         pipelines_and_warps = (
             *self.tile.pipelines_and_warps(pipelines),
